@@ -1,0 +1,60 @@
+"""What one engine step computes, as data: the runner reads nothing else.
+
+A plan can be dumped, replayed and compared. Rows hold flat tokens, so a chunk of a prompt, a whole prompt
+and a single decoded token are the same thing: tokens at consecutive positions of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from wire.memory import Copy
+from wire.sampling import Sampling
+
+
+@dataclass(slots=True, frozen=True)
+class Draw:
+    """One token to be drawn from the logits at a row's last position."""
+
+    seq: int  # the sequence that gets the token (a group's first draws come from its lead's row)
+    choice: int  # index of the choice in its group: part of the key of the random draw
+    position: int  # of the token drawn, counted from the prompt's first token: part of the key
+    sampling: Sampling
+    prompt: Sequence[int]  # token ids, for the repetition penalty
+    output: Sequence[int]  # token ids generated so far, for penalties and min_tokens
+    forbidden: tuple[
+        int, ...
+    ] = ()  # ids that may not be drawn yet: end and stop ids before min_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """Consecutive tokens of one sequence: computed, written to KV, attended causally."""
+
+    seq: int
+    start: int  # position of tokens[0]; positions below it are in KV already
+    tokens: list[int]  # at least one
+    blocks: list[int]  # block table; ceil((start + len(tokens)) / block_size) entries or more
+    draws: tuple[Draw, ...] = ()  # empty: a chunk whose sequence has more tokens to come
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """One step. Copies are made first, then all rows are computed together, then draws are made."""
+
+    number: int  # of the memd step that granted it
+    rows: list[Row] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+
+
+@dataclass(slots=True, frozen=True)
+class Drawn:
+    """One token drawn. `token` is -1 when the logits were not finite: the request must fail."""
+
+    seq: int
+    token: int
+    logprob: float = (
+        0.0  # natural log of the model's own distribution; when logprobs were asked for
+    )
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), best first
