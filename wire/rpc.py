@@ -212,7 +212,7 @@ def watch(
             return
         drain()
         # More than one drain's worth, or an edge lost to a send inside it: come back soon.
-        if not socket.closed and socket.raw.get(zmq.EVENTS) & zmq.POLLIN:
+        if not socket.closed and int(socket.raw.get(zmq.EVENTS)) & zmq.POLLIN:
             loop.call_soon(ready)
 
     def tick() -> None:
