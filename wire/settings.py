@@ -32,6 +32,22 @@ class Size(int):
         return str(int(self))
 
 
+class Secret(str):
+    """A key or token: never empty, and shown nowhere (`--print-config` and errors print `***`).
+
+    Raises:
+        ValueError: it is empty. An unset secret is no secret; an empty one is a mistake.
+    """
+
+    def __new__(cls, text: str) -> Secret:
+        if not text.strip():
+            raise ValueError("must not be empty: leave it unset, or set a real one")
+        return super().__new__(cls, text)
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
 _UNITS = {
     "": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30,
@@ -72,7 +88,7 @@ def _parse(kind: Any, text: str) -> Any:
     """`text` as a value of the annotated type `kind`; raises ValueError saying the rule."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        if text == "" and type(None) in args:
+        if text == "" and type(None) in args and Secret not in args:
             return None
         return _parse(next(arg for arg in args if arg is not type(None)), text)
     if origin is typing.Literal:
@@ -167,7 +183,8 @@ def load(
             value = field.default if text is None else _parse(kinds[field.name], text)
             _validate(field, value)
         except ValueError as error:
-            _refuse(program, f"{source} {text if text is not None else field.default!r}: {error}")
+            shown = "***" if _is_secret(kinds[field.name]) else text
+            _refuse(program, f"{source} {field.default if text is None else shown}: {error}")
         values[field.name] = value
     settings = config(**values)
     if given.print_config:
@@ -175,6 +192,10 @@ def load(
         print(msgspec.json.format(msgspec.json.encode(shown_values), indent=2).decode())
         raise SystemExit(0)
     return settings
+
+
+def _is_secret(kind: Any) -> bool:
+    return kind is Secret or any(map(_is_secret, typing.get_args(kind)))
 
 
 def _metavar(kind: Any) -> str:
@@ -193,6 +214,8 @@ def _show(value: Any) -> str:
 
 
 def _show_json(value: Any) -> Any:
+    if isinstance(value, Secret):
+        return "***"
     if isinstance(value, Path | Size):
         return str(value)
     return list(map(_show_json, value)) if isinstance(value, tuple) else value
