@@ -66,6 +66,9 @@ class Config:
     admin_token: Secret | None = flag(
         None, "what admin requests must present; needed for an address others can reach"
     )
+    insecure_no_auth: bool = flag(
+        False, "serve an address others can reach without a token (something else guards it)"
+    )
     allowed_hosts: tuple[str, ...] = flag(
         (), "names admin requests may use for this host, beside localhost and --admin-host"
     )
@@ -90,10 +93,12 @@ def check(config: Config) -> None:
     Raises:
         BadConfig: the admin server would be open to other machines.
     """
-    if config.admin_token is None and not is_loopback(config.admin_host):
+    guarded = config.admin_token is not None or is_loopback(config.admin_host)
+    if not guarded and not config.insecure_no_auth:
         raise BadConfig(
             f"--admin-host {config.admin_host} can be reached from other machines, and nothing "
-            "guards it: set MEMD_ADMIN_TOKEN, or bind a loopback address such as 127.0.0.1"
+            "guards it: set MEMD_ADMIN_TOKEN, bind a loopback address such as 127.0.0.1, or say "
+            "--insecure-no-auth where something else guards it"
         )
 
 
