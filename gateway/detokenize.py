@@ -1,0 +1,107 @@
+"""Token ids to text, as they come: no broken characters, and the pieces joined are the whole text.
+
+A character may be spread over several tokens, and a decoder may treat the first token specially
+(SentencePiece drops its leading space), so a token's text depends on its neighbours. `DecodeStream` decodes
+a short window and waits while the text ends in U+FFFD. Around it: the prompt's last tokens as context, so
+that the output reads on from the prompt; a flush at the end; and a bound on how long undecodable bytes
+are waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+CONTEXT_TOKENS = 6  # of the prompt: enough that none of them is "the first token" of the window
+LONGEST_WAIT = 24  # tokens without text before undecodable bytes are given up on
+_CHARACTER_TOKENS = 4  # a character has at most 4 bytes, a token at least one
+_BROKEN = "\ufffd"
+
+
+class Detokenizer:
+    """Decodes the tokens of one choice.
+
+    Special tokens are skipped, as clients expect. Ids the tokenizer does not know have no text.
+
+    Args:
+        tokenizer: shared and not changed.
+        prompt: token ids the output continues; only the last few are read.
+    """
+
+    __slots__ = ("_context", "_pending", "_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []  # fed since the last text
+        context = list(prompt[-CONTEXT_TOKENS:])
+        # A context that ends inside a character cannot be told from one whose text ends in U+FFFD.
+        while context and self._decode(context).endswith(_BROKEN):
+            context.pop()
+        self._context: list[int]
+        self._stream: DecodeStream
+        self._restart(context)
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text these tokens complete; empty while a character is unfinished."""
+        return "".join(self.feed_one(token) for token in tokens)
+
+    def feed_one(self, token: int) -> str:
+        self._pending.append(token)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token)
+        except Exception as error:  # the library raises the bare class
+            if "Invalid prefix" not in str(error):
+                raise
+            return self._resume()
+        if text is not None:
+            self._context, self._pending = self._pending, []
+            return text
+        return self._give_up() if len(self._pending) >= LONGEST_WAIT else ""
+
+    def flush(self) -> str:
+        """The text of an unfinished tail, broken characters as U+FFFD. Nothing may be fed after it."""
+        if not self._pending:
+            return ""
+        text = self._text_after(self._context, self._pending)
+        self._restart([])
+        return text
+
+    def _restart(self, context: list[int]) -> None:
+        self._context = context  # what the window holds before the pending ones
+        self._pending = []
+        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
+
+    def _resume(self) -> str:
+        """New bytes changed how earlier ones decode, which were shown already: decode from here on."""
+        pending = self._pending
+        text = self._decode(pending)
+        self._restart(pending)
+        return text
+
+    def _give_up(self) -> str:
+        """Show what no later token can repair, so that the window stays short."""
+        pending = self._pending
+        whole = self._text_after(self._context, pending)
+        if not whole:  # special tokens, or ids the tokenizer does not know
+            self._restart(self._context)
+            return ""
+        for cut in range(
+            len(pending) - _CHARACTER_TOKENS, len(pending) - 2 * _CHARACTER_TOKENS, -1
+        ):
+            head = self._text_after(self._context, pending[:cut])
+            rest = self._decode(pending[cut:])
+            if head + rest == whole:
+                self._restart([])
+                return head + self.feed(pending[cut:])
+        self._restart([])
+        return whole
+
+    def _text_after(self, context: list[int], tokens: list[int]) -> str:
+        """Text of `tokens` read after `context`."""
+        return self._decode(context + tokens)[len(self._decode(context)) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

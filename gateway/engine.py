@@ -1,0 +1,524 @@
+"""The executors' client: sessions, submissions, what comes back, and aborts that always go out.
+
+One `Link` per executor holds a DEALER socket on the asyncio loop. It says `Hello` until it is welcomed,
+pings, and watches: an executor that is silent, disconnected or has forgotten the session has lost all
+requests, and each of them ends at once with `Code.LOST`. An `Inbox` belongs to one HTTP request, which may
+be several submissions of several choices; closing it aborts whatever is not finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from gateway.metrics import Metrics
+from gateway.template import BadTemplate, ChatTemplate
+from gateway.vocabulary import BadTokenizer, Vocabulary
+from wire.errors import Code, Refused
+from wire.generate import (
+    MAX_TO_GATEWAY,
+    PING_MS,
+    PROTOCOL,
+    Abort,
+    Bye,
+    Delta,
+    Events,
+    Failed,
+    GenerateCodec,
+    Gone,
+    Hello,
+    ModelCard,
+    Ping,
+    Status,
+    Submit,
+    ToExecutor,
+    Welcome,
+)
+from wire.rpc import Dealer, Limits, PeerGone, ipc, watch
+from wire.sampling import Sampling
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 3.0  # an executor's Status comes twice a second; this long without anything: lost
+FORGOTTEN_S = 5.0  # an executor that says it has nothing to do does not run what we wait for
+_HELLO_S = 0.5
+_TICK_S = 0.25
+
+
+@dataclass(slots=True, frozen=True)
+class Model:
+    """What an executor serves, made usable."""
+
+    card: ModelCard
+    vocabulary: Vocabulary
+    template: ChatTemplate | None  # None: it has no chat template
+
+
+def build_model(card: ModelCard) -> Model:
+    """Takes a while for a large tokenizer: not to be called on the loop.
+
+    Raises:
+        BadTokenizer, BadTemplate: the card cannot be used.
+    """
+    vocabulary = Vocabulary(card.tokenizer, card.bos_token, card.add_bos)
+    special = {"bos_token": card.bos_token, "eos_token": card.eos_token}
+    special |= {"pad_token": card.pad_token} if card.pad_token else {}
+    template = ChatTemplate(card.chat_template, special) if card.chat_template else None
+    return Model(card, vocabulary, template)
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Token ids as they travel: uint32, little-endian."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+class _Submission:
+    """One `Submit` that is not finished yet."""
+
+    __slots__ = ("base", "id", "inbox", "link", "open", "touched")
+
+    def __init__(self, link: Link, id: int, inbox: Inbox, base: int, n: int, now: float) -> None:
+        self.link = link
+        self.id = id
+        self.inbox = inbox
+        self.base = base  # index of its first choice among the inbox's
+        self.open = set(range(n))  # choices that may still bring something
+        self.touched = now
+
+
+class Inbox:
+    """What comes back for one HTTP request: deltas by choice, or its failure.
+
+    Deltas that arrive faster than they are taken are merged, so an inbox holds at most one delta per
+    choice, and no more tokens than the request may generate.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[int, Delta] = {}
+        self._failure: Refused | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._submissions: list[_Submission] = []
+
+    async def take(self, patience: float) -> list[tuple[int, Delta]]:
+        """All that has arrived, as (choice, delta); waits for something, at most `patience` seconds.
+
+        Empty when nothing came. Raises:
+            Refused: the request failed; everything that arrived before was taken.
+        """
+        if not self._waiting and self._failure is None:
+            self._waiter = self._loop.create_future()
+            timer = self._loop.call_later(patience, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        if self._waiting:
+            taken = list(self._waiting.items())
+            self._waiting.clear()
+            return taken
+        if self._failure is not None:
+            raise self._failure
+        return []
+
+    def finish(self, choice: int) -> None:
+        """This choice needs nothing more (a stop string ended it). Other choices go on; a submission
+        none of whose choices is needed is aborted."""
+        self._waiting.pop(choice, None)
+        for submission in self._submissions:
+            index = choice - submission.base
+            if index in submission.open:
+                submission.open.discard(index)
+                if not submission.open:
+                    submission.link.abort(submission.id)
+
+    def close(self) -> None:
+        """Nothing is needed any more: abort what is unfinished. Harmless when repeated."""
+        for submission in self._submissions:
+            submission.link.abort(submission.id)
+        self._submissions.clear()
+        self._waiting.clear()
+
+    def _add(self, submission: _Submission) -> None:
+        self._submissions.append(submission)
+
+    def _put(self, choice: int, delta: Delta) -> None:
+        if (earlier := self._waiting.get(choice)) is not None:
+            delta = msgspec.structs.replace(
+                delta,
+                tokens=earlier.tokens + delta.tokens,
+                cached=earlier.cached or delta.cached,
+                logprobs=earlier.logprobs + delta.logprobs,
+            )
+        self._waiting[choice] = delta
+        self._wake()
+
+    def fail(self, failure: Refused) -> None:
+        """End the request; the first failure is the one reported."""
+        self._failure = self._failure or failure
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Link:
+    """One executor, as seen from this gateway.
+
+    Attributes:
+        name: of its socket.
+        status: the last it reported; None without a session.
+        model: what it serves; None until the first welcome.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        endpoint: str,
+        gateway: str,
+        codec: GenerateCodec,
+        metrics: Metrics,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.status: Status | None = None
+        self.model: Model | None = None
+        self._endpoint = endpoint
+        self._hello = Hello(PROTOCOL, gateway)
+        self._codec = codec
+        self._metrics = metrics
+        self._live: dict[int, _Submission] = {}
+        self._unsent: list[Abort] = []  # aborts the socket could not take; sent with the next beat
+        self._session: str | None = None  # the executor's instance, once welcomed
+        self._building: asyncio.Task[None] | None = None
+        self._problem = "it has not answered yet"
+        self._heard = self._greeted = self._pinged = 0.0
+        self._idle_since: float | None = None
+
+    # ------------------------------------------------------------ what others ask
+
+    @property
+    def load(self) -> int:
+        """Sequences it has or is about to have."""
+        reported = self.status.running + self.status.waiting if self.status else 0
+        return max(reported, len(self._live))
+
+    def not_ready(self) -> str:
+        """Why it takes no requests now, for people; empty when it does."""
+        if self._session is None or self.model is None or self.status is None:
+            return self._problem
+        if self.status.draining:
+            return "it is shutting down"
+        return "" if self.status.ready else self.status.reason or "it is not ready"
+
+    def submit(
+        self, inbox: Inbox, base: int, id: int, tokens: Sequence[int], rest: SubmitOptions
+    ) -> None:
+        """Send a request whose choices appear in `inbox` from index `base` on.
+
+        Raises:
+            Refused: it cannot be sent.
+        """
+        now = asyncio.get_running_loop().time()
+        message = Submit(
+            id=id,
+            tokens=pack(tokens),
+            sampling=rest.sampling,
+            n=rest.n,
+            priority=rest.priority,
+            tenant=rest.tenant,
+        )
+        if not self._send(message):
+            raise Refused(
+                Code.UNAVAILABLE, f"Executor {self.name} does not take requests now; retry."
+            )
+        submission = _Submission(self, id, inbox, base, rest.n, now)
+        self._live[id] = submission
+        inbox._add(submission)
+
+    def abort(self, id: int) -> None:
+        """Tell the executor that nobody waits for `id`, unless it is finished already."""
+        if self._live.pop(id, None) is not None and not self._send(Abort(id)):
+            self._unsent.append(Abort(id))
+
+    # ------------------------------------------------------------ the socket
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        limits = Limits(max_message=MAX_TO_GATEWAY, queue=4096)
+        self._dealer = Dealer(self._endpoint, limits)
+        self._unwatch: Callable[[], None] = watch(loop, self._dealer, self._receive)
+        self._timer = loop.call_soon(self._beat)
+
+    def close(self) -> None:
+        self._send(Bye())
+        self._timer.cancel()
+        if self._building is not None:
+            self._building.cancel()
+        self._lose("this gateway stops")
+        self._unwatch()
+        self._dealer.close()
+        if self.model is not None:
+            self.model.vocabulary.close()
+
+    def _send(self, message: ToExecutor) -> bool:
+        try:
+            self._dealer.send(self._codec.encode(message))
+        except PeerGone:
+            return False
+        return True
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        self._timer = self._loop.call_later(_TICK_S, self._beat)
+        if self._session is None:
+            if now - self._greeted >= _HELLO_S:
+                self._greeted = now
+                self._send(self._hello)
+            return
+        if now - self._heard > SILENCE_S:
+            self._lose(f"it has been silent for {SILENCE_S:g} s")
+        elif now - self._pinged >= PING_MS / 1000:
+            self._pinged = now
+            if not self._send(Ping()):
+                self._lose("its connection broke")
+        while self._unsent and self._send(self._unsent[-1]):
+            self._unsent.pop()
+        self._fail_forgotten(now)
+
+    def _receive(self) -> None:
+        for payload in self._dealer.receive():
+            try:
+                message = self._codec.decode_to_gateway(payload)
+            except (msgspec.DecodeError, RecursionError) as error:
+                log.error("executor=%s sent a malformed message: %s", self.name, error)
+                continue
+            self._heard = self._loop.time()
+            match message:
+                case Events():
+                    self._on_events(message)
+                case Status():
+                    self._on_status(message)
+                case Welcome():
+                    self._on_welcome(message)
+                case Gone():
+                    self._lose(f"it ended the session: {message.message}")
+
+    # ------------------------------------------------------------ what arrives
+
+    def _on_events(self, events: Events) -> None:
+        for delta in events.deltas:
+            submission = self._live.get(delta.id)
+            if submission is None or delta.index not in submission.open:
+                continue  # aborted meanwhile, or the choice was ended by a stop string
+            submission.touched = self._heard
+            if delta.finish:
+                submission.open.discard(delta.index)
+                if not submission.open:
+                    del self._live[delta.id]
+            submission.inbox._put(submission.base + delta.index, delta)
+        for failed in events.failed:
+            self._on_failed(failed)
+
+    def _on_failed(self, failed: Failed) -> None:
+        if (submission := self._live.pop(failed.id, None)) is not None:
+            submission.inbox.fail(Refused(failed.code, failed.message))
+
+    def _on_status(self, status: Status) -> None:
+        if self._session is None:
+            return
+        self.status = status
+        self._metrics.on_executor_status(self.index, status)
+        if status.running or status.waiting:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = self._heard
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if welcome.protocol[0] != PROTOCOL[0]:
+            self._problem = (
+                f"it speaks protocol {welcome.protocol[0]}, this gateway {PROTOCOL[0]}: "
+                "run the same version of both"
+            )
+            log.error("executor=%s: %s", self.name, self._problem)
+            return
+        if self._session not in (None, welcome.executor):
+            self._lose("it was restarted")
+        if self._session is None:
+            log.info("executor=%s instance=%s: session open", self.name, welcome.executor)
+        self._session = welcome.executor
+        if self.model is None or self.model.card != welcome.card:
+            if self._building is not None:
+                self._building.cancel()
+            self._building = self._loop.create_task(self._build(welcome.card))
+
+    async def _build(self, card: ModelCard) -> None:
+        self._problem = "its tokenizer is being loaded"
+        try:
+            model = await asyncio.to_thread(build_model, card)
+        except (BadTokenizer, BadTemplate) as error:
+            self._problem = str(error)
+            log.error("executor=%s: %s", self.name, error)
+            return
+        self.model = model
+        log.info("executor=%s serves model=%s", self.name, card.name)
+
+    # ------------------------------------------------------------ what is lost
+
+    def _lose(self, why: str) -> None:
+        """The session is over: every request of it ends now."""
+        if self._session is None:
+            return
+        log.warning("executor=%s lost with %d requests: %s", self.name, len(self._live), why)
+        self._session = self.status = self._idle_since = None
+        self._problem = f"it is not connected: {why}"
+        self._greeted = 0.0
+        self._unsent.clear()
+        self._metrics.on_executor_gone(self.index)
+        lost, self._live = self._live, {}
+        for submission in lost.values():
+            submission.inbox.fail(
+                Refused(
+                    Code.LOST,
+                    f"The executor that ran this request is gone ({why}); send the request again.",
+                )
+            )
+
+    def _fail_forgotten(self, now: float) -> None:
+        """No client waits for a request that the executor does not know of."""
+        if self._idle_since is None:
+            return
+        for id, submission in list(self._live.items()):
+            if now - max(submission.touched, self._idle_since) > FORGOTTEN_S:
+                log.error("executor=%s request=%d: nothing came and it is idle", self.name, id)
+                self.abort(id)
+                submission.inbox.fail(
+                    Refused(Code.INTERNAL, "The executor lost track of this request; retry.")
+                )
+
+
+@dataclass(slots=True, frozen=True)
+class SubmitOptions:
+    """What all submissions of one HTTP request have in common."""
+
+    sampling: Sampling
+    n: int = 1
+    priority: int = 0
+    tenant: str = ""
+
+
+class Engine:
+    """All executors of this gateway.
+
+    Args:
+        run_dir: where their sockets are.
+        names: of the sockets, without suffix.
+    """
+
+    def __init__(self, run_dir: Path, names: Sequence[str], metrics: Metrics) -> None:
+        codec, gateway = GenerateCodec(), uuid.uuid4().hex
+        self.links: Final = [
+            Link(index, name, ipc(run_dir / f"{name}.sock"), gateway, codec, metrics)
+            for index, name in enumerate(names)
+        ]
+        self._last_id = 0
+        self._inboxes: set[Inbox] = set()
+
+    def start(self) -> None:
+        """Connect, on the running loop."""
+        loop = asyncio.get_running_loop()
+        for link in self.links:
+            link.open(loop)
+
+    def stop(self) -> None:
+        """Say goodbye and fail what is left."""
+        for link in self.links:
+            link.close()
+
+    @property
+    def model(self) -> Model | None:
+        """What is served: the first executor's model. None until one was welcomed."""
+        return next((link.model for link in self.links if link.model is not None), None)
+
+    def not_ready(self) -> str:
+        """Why no request can run now, for people; empty when one can."""
+        reasons = [
+            f"executor {link.name}: {why}" for link in self.links if (why := link.not_ready())
+        ]
+        return "; ".join(reasons) if len(reasons) == len(self.links) else ""
+
+    def require_model(self) -> Model:
+        """The model.
+
+        Raises:
+            Refused: none is loaded yet.
+        """
+        if (model := self.model) is None:
+            raise Refused(Code.UNAVAILABLE, f"Loading model ({self.not_ready()}); retry soon.")
+        return model
+
+    def open(self) -> Inbox:
+        """A new inbox; it must be closed with `release`."""
+        inbox = Inbox(asyncio.get_running_loop())
+        self._inboxes.add(inbox)
+        return inbox
+
+    def release(self, inbox: Inbox) -> None:
+        """Close an inbox, aborting what is unfinished."""
+        inbox.close()
+        self._inboxes.discard(inbox)
+
+    def submit(
+        self, inbox: Inbox, prompts: Sequence[Sequence[int]], options: SubmitOptions
+    ) -> None:
+        """Start `options.n` choices after each prompt; choice k of prompt p is `p * n + k`.
+
+        Raises:
+            Refused: no executor is ready.
+        """
+        for index, tokens in enumerate(prompts):
+            self._last_id += 1
+            link = self._pick()
+            link.submit(inbox, index * options.n, self._last_id, tokens, options)
+
+    def fail_all(self, failure: Refused) -> None:
+        """End every request in progress (the time to drain is over)."""
+        for inbox in self._inboxes:
+            inbox.fail(failure)
+
+    @property
+    def in_progress(self) -> int:
+        """HTTP requests that wait for tokens."""
+        return len(self._inboxes)
+
+    def _pick(self) -> Link:
+        """The least loaded executor that is ready and serves the model."""
+        ready = [link for link in self._serving() if not link.not_ready()]
+        if not ready:
+            raise Refused(
+                Code.UNAVAILABLE, f"No executor is ready ({self.not_ready()}); retry soon."
+            )
+        return min(ready, key=lambda link: link.load)
+
+    def _serving(self) -> Iterator[Link]:
+        """Executors whose token ids mean the same as the first one's."""
+        if (model := self.model) is None:
+            return
+        for link in self.links:
+            if link.model is not None and link.model.card.tokenizer == model.card.tokenizer:
+                yield link
+
+
+ENGINE = web.AppKey("engine", Engine)
