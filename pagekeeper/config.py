@@ -1,0 +1,85 @@
+"""Settings of the launcher: flags, `PAGEKEEPER_*` environment twins.
+
+Most are handed on to the child that understands them, and only when given, so that every default is written
+down once, in the child's own `config.py`. A child's other settings are reached by its own environment twins
+(`EXECUTOR_…`, `MEMD_…`, `GATEWAY_…`), which children inherit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from wire.logs import LogFormat, LogLevel
+from wire.settings import Secret, Size, default_run_dir, flag, load
+
+
+def _whole(addend: int) -> None:
+    if not 0 <= addend <= 19:
+        raise ValueError("must be from 0 to 19")
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """What `pagekeeper up` takes. None: the child's default."""
+
+    model: str | None = flag(
+        None, "folder, GGUF file or name of the model (default SmolLM2-135M-Instruct)"
+    )
+    served_model_name: str | None = flag(None, "name clients use for it")
+    host: str = flag("127.0.0.1", "address of the API; any but loopback needs --api-keys")
+    port: int = flag(8000, "port of the API; 0 takes a free one", least=0, most=65535)
+    admin_port: int = flag(
+        9100, "port of memd's page on 127.0.0.1; 0 takes a free one", least=0, most=65535
+    )
+    api_keys: tuple[Secret, ...] = flag(
+        (), "keys clients must present; better given in the environment, which others cannot read"
+    )
+    device: Literal["cpu", "cuda"] | None = flag(None, "where to compute")
+    dtype: Literal["float32", "bfloat16"] | None = flag(None, "of weights and KV")
+    kv_memory: Size | None = flag(None, "memory of the KV pool")
+    num_blocks: int | None = flag(None, "blocks of the KV pool, instead of --kv-memory", least=2)
+    block_size: int | None = flag(None, "token slots per block", least=1, most=1024)
+    max_model_len: int | None = flag(None, "longest prompt and output together, in tokens", least=1)
+    max_step_tokens: int | None = flag(None, "tokens computed in one step", least=1)
+    run_dir: Path = flag(default_run_dir(), "directory of the processes' sockets")
+    start_seconds: float = flag(600.0, "longest wait until the server is ready", least=1)
+    drain_seconds: float = flag(30.0, "running streams get this long to finish at the end", least=0)
+    executor_nice: int = flag(
+        0, "lets memd and the gateway go first when cores are few: 0 (even) to 19", check=_whole
+    )
+    log_level: LogLevel | None = flag(None, "least severe line the children log")
+    log_format: LogFormat | None = flag(None, "the children's lines: text for people, or json")
+
+
+@dataclass(frozen=True, slots=True)
+class AtConfig:
+    """What `pagekeeper status` and `pagekeeper down` take."""
+
+    run_dir: Path = flag(default_run_dir(), "directory the server was started with")
+    api_keys: tuple[Secret, ...] = flag((), "one of the server's keys, when it has any")
+    admin_token: Secret | None = flag(None, "memd's admin token, when it has one")
+
+
+def load_up(argv: Sequence[str]) -> UpConfig:
+    """Settings of `up`; exits with status 2 on a bad value."""
+    return load(
+        UpConfig,
+        program="pagekeeper up",
+        prefix="PAGEKEEPER",
+        description="Start memd, an executor and the gateway; keep them running until Ctrl-C.",
+        argv=argv,
+    )
+
+
+def load_at(argv: Sequence[str], command: str, description: str) -> AtConfig:
+    """Settings of the other commands; exits with status 2 on a bad value."""
+    return load(
+        AtConfig,
+        program=f"pagekeeper {command}",
+        prefix="PAGEKEEPER",
+        description=description,
+        argv=argv,
+    )

@@ -1,0 +1,168 @@
+"""The launcher from start to end, with stand-ins for the three processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagekeeper import lock
+from pagekeeper.__main__ import main
+from pagekeeper.children import specs
+from pagekeeper.config import AtConfig, UpConfig, load_up
+from pagekeeper.status import down, status
+from pagekeeper.up import up
+from tests.pagekeeper.fakes import three
+from wire.settings import Secret, Size
+
+DIES = "print('--model nowhere: no such file'); raise SystemExit(2)"
+
+
+def config(run_dir: Path) -> UpConfig:
+    return UpConfig(port=0, admin_port=0, run_dir=run_dir)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def launcher(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a process of its own, ready."""
+    code = (
+        "import sys; from pathlib import Path; from pagekeeper.up import up;"
+        "from tests.pagekeeper.fakes import three; from tests.pagekeeper.test_up import config;"
+        "p = Path(sys.argv[1]); sys.exit(up(config(p), three(p)))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "Ctrl-C" in line:
+                break
+        yield process
+        process.kill()
+
+
+def test_a_start_shows_progress_and_addresses_and_a_stop_leaves_nothing(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop_when_ready() -> None:
+        while not lock.owner(run_dir) or status(AtConfig(run_dir=run_dir)) != 0:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop_when_ready)
+    stopper.start()
+    assert up(config(run_dir), three(run_dir)) == 0
+    stopper.join()
+    out, err = capsys.readouterr()
+    assert "tiny is ready after" in out
+    assert "/v1/chat/completions" in out
+    assert "block map  http://127.0.0.1:" in out
+    for expected in ("loading tiny 50 %", "warming up", "memd.json ending"):
+        assert expected in err
+    assert err.index("gateway.json ending") < err.index("memd.json ending")
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_child_that_refuses_its_settings_ends_the_start_with_its_own_line(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert up(config(run_dir), three(run_dir, executor=DIES)) == 1
+    err = capsys.readouterr().err
+    assert "pagekeeper: executor ended once before it was ready (status 2)" in err
+    assert err.rstrip().endswith("--model nowhere: no such file")
+    assert "Traceback" not in err
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_server_that_is_not_ready_in_time_is_stopped(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = UpConfig(port=0, admin_port=0, run_dir=run_dir, start_seconds=1)
+    assert up(settings, three(run_dir)[:2]) == 1
+    assert "not ready after --start-seconds 1" in capsys.readouterr().err
+
+
+def test_status_and_down_work_on_a_running_server(
+    launcher: subprocess.Popen[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(AtConfig(run_dir=run_dir)) == 0
+    shown = capsys.readouterr().out
+    for expected in ("ready", "tiny", "epoch 7", "10 blocks: used 1  cached 2  free 7"):
+        assert expected in shown
+    assert down(AtConfig(run_dir=run_dir)) == 0
+    assert launcher.wait(timeout=10) == 0
+    assert status(AtConfig(run_dir=run_dir)) == 3
+
+
+@pytest.mark.usefixtures("launcher")
+def test_a_second_launcher_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert up(config(run_dir), three(run_dir)) == 1
+    err = capsys.readouterr().err
+    assert f"another one (process {lock.owner(run_dir)}) runs in {run_dir}" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["port", "admin_port"])
+def test_a_taken_port_is_refused_before_anything_starts(
+    flag: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ports = {"port": 0, "admin_port": 0, flag: port}
+        assert up(UpConfig(run_dir=run_dir, **ports)) == 1
+    err = capsys.readouterr().err
+    assert f"port {port} on 127.0.0.1 is taken" in err
+    assert f"--{flag.replace('_', '-')}" in err
+    assert err.count("\n") == 1
+
+
+def test_only_what_was_given_is_handed_to_children(run_dir: Path) -> None:
+    given = UpConfig(run_dir=run_dir, model="m", kv_memory=Size(1 << 30), block_size=8)
+    memd, executor, gateway = specs(given)
+    assert executor.argv[3:] == (
+        *("--run-dir", str(run_dir), "--model", "m", "--kv-memory", "1GiB", "--block-size", "8"),
+    )
+    assert memd.argv[3:] == ("--run-dir", str(run_dir), "--admin-port", "9100")
+    assert "--host" in gateway.argv
+
+
+def test_keys_are_on_no_command_line(run_dir: Path) -> None:
+    keys = (Secret("sk-one"), Secret("sk-two"))
+    children = specs(UpConfig(run_dir=run_dir, api_keys=keys))
+    assert not any("sk-" in word for child in children for word in child.argv)
+    assert [child.env.get("GATEWAY_API_KEYS") for child in children] == [
+        None,
+        None,
+        "sk-one,sk-two",
+    ]
+
+
+def test_flags_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEKEEPER_PORT", "8001")
+    monkeypatch.setenv("PAGEKEEPER_BLOCK_SIZE", "32")
+    loaded = load_up(["--port", "8002"])
+    assert (loaded.port, loaded.block_size) == (8002, 32)
+
+
+def test_an_unknown_command_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dance"]) == 2
+    assert "usage: pagekeeper COMMAND" in capsys.readouterr().err
