@@ -72,6 +72,11 @@ class GatewayConfig:
         10.0, "seconds a client may leave a stream unread before it is dropped", least=0.01
     )
     keepalive_timeout: float = flag(75.0, "seconds an idle connection is kept", least=0.01)
+    stuck_seconds: float = flag(
+        60.0,
+        "seconds without a finished step, while work is pending, that make /health fail",
+        least=1,
+    )
     drain_seconds: float = flag(30.0, "seconds running streams get to finish at shutdown", least=0)
 
     log_level: LogLevel = flag("info", "least severe messages to log")

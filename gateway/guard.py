@@ -28,11 +28,16 @@ _LINGER = (
 _REFUSED_AT_ONCE = 256  # connections over the cap that get an answer; any more are dropped
 
 
-def protect(app: web.Application, config: GatewayConfig, keys: auth.KeyRing) -> None:
+def protect(app: web.Application, config: GatewayConfig) -> None:
     """Put the perimeter around `app`: errors outermost, then CORS, then authentication.
 
     Call it before adding middlewares of your own. Create `app` with `client_max_size=config.max_body`.
+
+    Raises:
+        ValueError: the API keys cannot be used, or there are none although the network can reach us.
     """
+    keys = auth.load_keys(config)
+    auth.check_exposure(config, keys)
     app[CONFIG] = config
     app[auth.KEYS] = keys
     app[errors.BODY_TIMEOUT] = config.body_timeout
