@@ -1,0 +1,1 @@
+"""Paged attention, KV writes and block copies: one implementation per kind of device."""

@@ -1,0 +1,65 @@
+"""The K and V tensors of a pool: the memory behind memd's block ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from executor.models.config import ModelConfig
+from kernels.reference import copy_blocks
+from wire.memory import Copy
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: K and V of `block_size` tokens in all layers."""
+    per_token = 2 * config.layers * config.kv_heads * config.head_dim
+    return per_token * block_size * dtype.itemsize
+
+
+class KVCache:
+    """K and V of every block, for all layers.
+
+    Both are [layers, num_blocks, block_size, kv_heads, head_dim]: one layer is contiguous, so is one block
+    of it, and a token's heads lie side by side the way the projections produce them. The memory is not
+    initialised: whoever reads must know which slots are written.
+    """
+
+    __slots__ = ("keys", "num_blocks", "values")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (config.layers, num_blocks, block_size, config.kv_heads, config.head_dim)
+        self.num_blocks = num_blocks
+        self.keys: Tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.values: Tensor = torch.empty(shape, dtype=dtype, device=device)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Make the block copies of one step.
+
+        Raises:
+            ValueError: a block id is out of range, or a target is also a source or a target twice.
+        """
+        if not copies:
+            return
+        sources = torch.tensor([copy.source for copy in copies], dtype=torch.int64)
+        targets = torch.tensor([copy.target for copy in copies], dtype=torch.int64)
+        lowest = int(torch.minimum(sources.min(), targets.min()))
+        highest = int(torch.maximum(sources.max(), targets.max()))
+        if lowest < 1 or highest >= self.num_blocks:
+            wrong = lowest if lowest < 1 else highest
+            raise ValueError(f"copy names block {wrong}; blocks are 1 to {self.num_blocks - 1}")
+        written = set(targets.tolist())
+        if len(written) != len(copies) or not written.isdisjoint(sources.tolist()):
+            raise ValueError("a copy's target is also a source or a target of another copy")
+        sources, targets = sources.to(self.keys.device), targets.to(self.keys.device)
+        copy_blocks(self.keys, sources, targets)
+        copy_blocks(self.values, sources, targets)
