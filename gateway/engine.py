@@ -206,6 +206,7 @@ class Link:
         self._problem = "it has not answered yet"
         self._heard = self._greeted = self._pinged = 0.0
         self._idle_since: float | None = None
+        self._closing = False
 
     # ------------------------------------------------------------ what others ask
 
@@ -263,6 +264,7 @@ class Link:
         self._timer = loop.call_soon(self._beat)
 
     def close(self) -> None:
+        self._closing = True
         self._send(Bye())
         self._timer.cancel()
         if self._building is not None:
@@ -381,7 +383,8 @@ class Link:
         """The session is over: every request of it ends now."""
         if self._session is None:
             return
-        log.warning("executor=%s lost with %d requests: %s", self.name, len(self._live), why)
+        level = logging.INFO if self._closing else logging.WARNING
+        log.log(level, "executor=%s lost with %d requests: %s", self.name, len(self._live), why)
         self._session = self.status = self._idle_since = None
         self._problem = f"it is not connected: {why}"
         self._greeted = 0.0
