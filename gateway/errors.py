@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.metrics import METRICS
 from wire.errors import Code
+from wire.settings import Size
 
 log = logging.getLogger(__name__)
 
@@ -246,9 +247,11 @@ def _from_aiohttp(request: web.Request, answer: web.HTTPException) -> ApiError:
 
 def too_large(request: web.BaseRequest) -> ApiError:
     """413. The connection closes: the rest of the body will not be read."""
+    limit = str(Size(request.client_max_size))
+    limit += " bytes" if limit.isdigit() else ""
     return ApiError(
         413,
-        f"The request body is larger than {request.client_max_size} bytes; send a shorter prompt "
+        f"The request body is larger than {limit}; send a shorter prompt "
         "or raise --max-body.",
         code="body_too_large",
         headers={hdrs.CONNECTION: "close"},

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import resource
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import hdrs, web
 
@@ -87,7 +87,8 @@ class GuardedHandler(web.RequestHandler):
             self._disarm()
         elif not self._request_in_progress and not self._messages:
             # Part of a request's head on a kept-alive connection. While a handler runs, data is the
-            # body's, which `decode_body` bounds.
+            # body's, which `decode_body` bounds. (A head begun before the last answer and then left is
+            # as good as idle: the keep-alive timer closes it.)
             self._heard = True
             self._arm()
 
@@ -163,14 +164,12 @@ class _Refusal(asyncio.Protocol):
 
     def __init__(self, door: _Door) -> None:
         self._door = door
-        self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports do not derive from asyncio's.
+        transport = cast(asyncio.Transport, transport)
         transport.write(self._door.refusal)
-        if transport.can_write_eof():
-            transport.write_eof()
+        transport.write_eof()
         # What the client still sends is read and dropped: closing on unread data would reset the
         # connection and lose the answer.
         asyncio.get_running_loop().call_later(_LINGER, transport.close)
