@@ -29,7 +29,12 @@ def specs(config: UpConfig) -> list[Spec]:
         ),
         Spec(
             "executor",
-            (*_python("executor", config), *_given(config, _FOR_EXECUTOR)),
+            (
+                *_python("executor", config),
+                *_given(config, _FOR_EXECUTOR),
+                # By then the gateway has ended, and with it every request.
+                *_flag("drain_seconds", min(config.drain_seconds, 5.0)),
+            ),
             nice=config.executor_nice,
             stop_seconds=10,
         ),
@@ -42,7 +47,7 @@ def specs(config: UpConfig) -> list[Spec]:
                 *_flag("drain_seconds", config.drain_seconds),
             ),
             # Not a flag: every user of this machine can read command lines.
-            env={"GATEWAY_API_KEYS": ",".join(config.api_keys)} if config.api_keys else {},
+            env={"GATEWAY_API_KEYS": config.api_keys} if config.api_keys else {},
             stop_seconds=config.drain_seconds + 5,
         ),
     ]

@@ -34,13 +34,13 @@ class UpConfig:
     admin_port: int = flag(
         9100, "port of memd's page on 127.0.0.1; 0 takes a free one", least=0, most=65535
     )
-    api_keys: tuple[Secret, ...] = flag(
-        (), "keys clients must present; better given in the environment, which others cannot read"
+    api_keys: Secret | None = flag(
+        None, "keys clients must present, separated by commas; better given in the environment"
     )
     device: Literal["cpu", "cuda"] | None = flag(None, "where to compute")
     dtype: Literal["float32", "bfloat16"] | None = flag(None, "of weights and KV")
     kv_memory: Size | None = flag(None, "memory of the KV pool")
-    num_blocks: int | None = flag(None, "blocks of the KV pool, instead of --kv-memory", least=2)
+    num_blocks: int | None = flag(None, "blocks of the KV pool, instead of --kv-memory", least=1)
     block_size: int | None = flag(None, "token slots per block", least=1, most=1024)
     max_model_len: int | None = flag(None, "longest prompt and output together, in tokens", least=1)
     max_step_tokens: int | None = flag(None, "tokens computed in one step", least=1)
@@ -59,8 +59,13 @@ class AtConfig:
     """What `pagekeeper status` and `pagekeeper down` take."""
 
     run_dir: Path = flag(default_run_dir(), "directory the server was started with")
-    api_keys: tuple[Secret, ...] = flag((), "one of the server's keys, when it has any")
+    api_keys: Secret | None = flag(None, "the server's keys, when it has any; the first is used")
     admin_token: Secret | None = flag(None, "memd's admin token, when it has one")
+
+
+def first_key(keys: Secret | None) -> str:
+    """One of the keys, for asking our own server; empty without any."""
+    return keys.split(",")[0].strip() if keys else ""
 
 
 def load_up(argv: Sequence[str]) -> UpConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagekeeper import lock, probe
-from pagekeeper.config import AtConfig
+from pagekeeper.config import AtConfig, first_key
 
 STOP_SECONDS = 90.0  # for a server that drains, before `down` stops waiting
 
@@ -21,7 +21,7 @@ def status(config: AtConfig) -> int:
     if not lock.owner(config.run_dir) and not api and not admin:
         print(f"nothing runs in {config.run_dir}")
         return 3
-    key = next(iter(config.api_keys), "")
+    key = first_key(config.api_keys)
     ready = bool(api) and probe.get(f"{api}/ready")[0] == 200
     models = probe.get_json(f"{api}/v1/models", key).get("data", []) if api else []
     state = probe.get_json(f"{admin}/v1/state", config.admin_token or "") if admin else {}

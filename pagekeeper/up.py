@@ -19,7 +19,7 @@ import msgspec
 
 from pagekeeper import probe
 from pagekeeper.children import LEFTOVERS, specs
-from pagekeeper.config import UpConfig
+from pagekeeper.config import UpConfig, first_key
 from pagekeeper.lock import AlreadyRunning, RunLock
 from pagekeeper.progress import Progress, loading
 from pagekeeper.supervisor import GaveUp, Spec, Supervisor, describe_status
@@ -149,7 +149,7 @@ class _Launch:
     def _welcome(self) -> str:
         api = probe.address(self._config.run_dir, "gateway")
         admin = probe.address(self._config.run_dir, "memd")
-        key = next(iter(self._config.api_keys), "")
+        key = first_key(self._config.api_keys)
         listed = probe.get_json(f"{api}/v1/models", key).get("data") or [{}]
         model = str(listed[0].get("id", "default"))
         body = msgspec.json.encode(

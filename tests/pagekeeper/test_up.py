@@ -138,16 +138,15 @@ def test_a_taken_port_is_refused_before_anything_starts(
 def test_only_what_was_given_is_handed_to_children(run_dir: Path) -> None:
     given = UpConfig(run_dir=run_dir, model="m", kv_memory=Size(1 << 30), block_size=8)
     memd, executor, gateway = specs(given)
-    assert executor.argv[3:] == (
-        *("--run-dir", str(run_dir), "--model", "m", "--kv-memory", "1GiB", "--block-size", "8"),
+    assert " ".join(executor.argv[3:]) == (
+        f"--run-dir {run_dir} --model m --kv-memory 1GiB --block-size 8 --drain-seconds 5.0"
     )
     assert memd.argv[3:] == ("--run-dir", str(run_dir), "--admin-port", "9100")
     assert "--host" in gateway.argv
 
 
 def test_keys_are_on_no_command_line(run_dir: Path) -> None:
-    keys = (Secret("sk-one"), Secret("sk-two"))
-    children = specs(UpConfig(run_dir=run_dir, api_keys=keys))
+    children = specs(UpConfig(run_dir=run_dir, api_keys=Secret("sk-one,sk-two")))
     assert not any("sk-" in word for child in children for word in child.argv)
     assert [child.env.get("GATEWAY_API_KEYS") for child in children] == [
         None,
@@ -161,6 +160,16 @@ def test_flags_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEKEEPER_BLOCK_SIZE", "32")
     loaded = load_up(["--port", "8002"])
     assert (loaded.port, loaded.block_size) == (8002, 32)
+
+
+def test_an_empty_key_variable_does_not_switch_keys_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGEKEEPER_API_KEYS", "")
+    with pytest.raises(SystemExit) as refused:
+        load_up([])
+    assert refused.value.code == 2
+    assert "PAGEKEEPER_API_KEYS" in capsys.readouterr().err
 
 
 def test_an_unknown_command_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
