@@ -1,0 +1,235 @@
+"""`python -m executor`: load a model, register its pool at memd, serve gateways."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from executor.accept import MAX_CONTEXT, Bounds
+from executor.config import Config, read
+from executor.engine import Engine
+from executor.kv import block_bytes
+from executor.load import DEFAULT_MODEL, LoadedModel, load_model
+from executor.memory import RemoteMemory
+from executor.models.registry import UnknownModel
+from executor.runner import Runner
+from executor.scheduler import Scheduler
+from executor.server import Server
+from executor.weights import BadModel
+from wire import logs
+from wire.errors import Refused
+from wire.generate import MAX_TO_EXECUTOR, ModelCard
+from wire.memory import MAX_MESSAGE, PoolSpec
+from wire.rpc import BadEndpoint, Dealer, Limits, Router, ipc, private_directory
+
+log = logging.getLogger("executor")
+
+
+class CannotStart(Exception):
+    """A reason, for people, why there is nothing to serve."""
+
+
+def main() -> int:
+    """Exit status 0 after a drain, 1 when it could not start or broke; settings errors are 2."""
+    config = read()
+    logs.configure(f"executor-{config.index}", config.log_level, config.log_format)
+    try:
+        return serve(config)
+    except (CannotStart, BadEndpoint, BadModel, UnknownModel) as error:
+        log.error("%s", error)
+    except Refused as error:
+        log.error("the memory daemon refused this executor: %s", error.message)
+    except Exception:
+        # Crash-only: memd takes the blocks back, gateways tell their clients, the launcher restarts.
+        log.exception("stopped by an error that should not happen")
+    return 1
+
+
+def serve(config: Config) -> int:
+    """Run until told to stop."""
+    directory = private_directory(config.run_dir)
+    lock = _lock(directory / f"executor-{config.index}.lock")
+    instance = uuid.uuid4().hex
+    stopping = _Stopping()
+    limits = Limits(max_message=MAX_TO_EXECUTOR)
+    try:
+        with Router(ipc(config.socket), limits) as router:
+            server = Server(router, instance)
+            loaded = _load(config, server, stopping)
+            if loaded is None:
+                return 0
+            memory_socket = ipc(directory / "memd.sock")
+            with Dealer(memory_socket, Limits(max_message=MAX_MESSAGE)) as dealer:
+                engine = _engine(config, loaded, server, dealer, instance)
+                stopping.then(engine.stop)
+                log.info("ready model=%s pool=%s", config.model, config.pool)
+                engine.run()
+                time.sleep(0.05)  # zmq sends the last messages from its own thread
+    finally:
+        config.socket.unlink(missing_ok=True)
+        os.close(lock)
+    log.info("stopped")
+    return 0
+
+
+class _Stopping:
+    """SIGTERM and SIGINT: counted from the start, passed on to the engine once there is one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._action: Callable[[], None] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def then(self, action: Callable[[], None]) -> None:
+        self._action = action
+        for _ in range(self.count):
+            action()
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.count += 1
+        if self._action is not None:
+            self._action()
+
+
+def _lock(path: Path) -> int:
+    """Hold the right to be the executor of this index; the descriptor must stay open."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise CannotStart(
+            f"another executor holds {path}: give this one another --index or --run-dir"
+        ) from None
+    return descriptor
+
+
+def _load(config: Config, server: Server, stopping: _Stopping) -> LoadedModel | None:
+    """Load on another thread, so that gateways hear meanwhile what is going on; None: told to stop."""
+    name = config.served_model_name or config.model
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise CannotStart("--device cuda: torch finds no usable GPU here; use --device cpu")
+    found: list[LoadedModel] = []
+    failed: list[BaseException] = []
+    shown = -1.0
+
+    def progress(what: str, share: float) -> None:
+        nonlocal shown
+        server.reason = f"loading {name}: {what}, {share:.0%}"
+        if share >= 1 or share < shown or share - shown >= 0.1:
+            shown = share
+            log.info("loading %s %d%% (%s)", name, int(share * 100), what)
+
+    def work() -> None:
+        try:
+            found.append(
+                load_model(
+                    config.model, dtype=config.dtype, device=config.device, on_progress=progress
+                )
+            )
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="load", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        if stopping.count:
+            return None
+        server.poll(50)
+        server.service()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _engine(
+    config: Config, loaded: LoadedModel, server: Server, dealer: Dealer, instance: str
+) -> Engine:
+    """Put the parts together, once the model is there."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    bytes_per_block = block_bytes(loaded.config, config.block_size, dtype)
+    # The null block is allocated like the others and never granted.
+    num_blocks = (config.num_blocks or int(config.kv_memory) // bytes_per_block - 1) + 1
+    if num_blocks < 2:
+        raise CannotStart(
+            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {bytes_per_block} "
+            "bytes, at least 2 are needed: give more memory or a smaller --block-size"
+        )
+    runner = Runner(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        device=config.device,
+        dtype=dtype,
+    )
+    server.reason = "warming up"
+    log.info("warming up")
+    runner.warm_up()
+    card = _card(config, loaded, num_blocks - 1)
+    bounds = Bounds(
+        block_size=config.block_size,
+        blocks=num_blocks - 1,
+        context=card.context_length,
+        vocab=card.vocab_size,
+        end_ids=card.eos_ids,
+        step_tokens=config.max_step_tokens,
+        sequences=config.max_sequences,
+        waiting=config.max_waiting,
+        waiting_tokens=config.max_waiting_tokens,
+    )
+    pool = PoolSpec(
+        config.pool, loaded.digest, config.dtype, config.block_size, num_blocks, bytes_per_block
+    )
+    scheduler = Scheduler(bounds)
+    engine = Engine(
+        scheduler,
+        RemoteMemory(dealer, instance, pool),
+        runner,
+        server,
+        drain_seconds=config.drain_seconds,
+    )
+    server.open(card, scheduler, engine.status)
+    return engine
+
+
+def _card(config: Config, loaded: LoadedModel, blocks: int) -> ModelCard:
+    """What gateways are told of the model."""
+    card = loaded.card
+    own_name = DEFAULT_MODEL if config.model == DEFAULT_MODEL else card.name
+    context = min(card.context_length, config.max_model_len or card.context_length, MAX_CONTEXT)
+    return ModelCard(
+        name=config.served_model_name or own_name,
+        root=card.root,
+        created=int(time.time()),
+        architecture=card.architecture,
+        dtype=config.dtype,
+        context_length=context,
+        pool_tokens=blocks * config.block_size,
+        block_size=config.block_size,
+        vocab_size=card.vocab_size,
+        tokenizer=card.tokenizer,
+        chat_template=card.chat_template,
+        bos_token=card.bos_token,
+        eos_token=card.eos_token,
+        pad_token=card.pad_token,
+        eos_ids=card.eos_ids,
+        add_bos=card.add_bos,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

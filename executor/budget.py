@@ -1,0 +1,60 @@
+"""How one step's token budget is shared among the groups that are running."""
+
+from __future__ import annotations
+
+from wire.sampling import MAX_CHOICES
+
+
+def share(wants: list[list[int]], budget: int) -> list[list[int]]:
+    """Tokens each sequence computes in this step; a group gets something for all members or nothing.
+
+    Groups are served in order. A chunk of a prompt leaves one token for every sequence behind it that
+    only decodes, so a long prompt slows the others' streams but does not stop them, and it takes at least
+    one token per member itself, so that whoever is first always progresses.
+
+    Args:
+        wants: for each group, in order, the tokens each member still has to compute (at least 1 each).
+        budget: most tokens in the step.
+
+    Returns:
+        Counts in the shape of `wants`; all 0 for a group that was left out.
+    """
+    behind = sum(len(group) for group in wants if max(group) == 1)
+    counts: list[list[int]] = []
+    for group in wants:
+        members = len(group)
+        if max(group) == 1:
+            behind -= members
+        if budget < members:
+            counts.append([0] * members)
+            continue
+        allowance = max(members, budget - behind)
+        given = []
+        for place, want in enumerate(group):
+            count = min(want, allowance - (members - place - 1))
+            given.append(count)
+            allowance -= count
+            budget -= count
+        counts.append(given)
+    return counts
+
+
+class Pace:
+    """Keeps steps short enough for the lease: while the device computes, nobody else renews it.
+
+    A step that took more than a quarter of the lease shrinks the budget of the next ones in proportion; full
+    steps that took less than a twelfth let it grow again.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._now = most
+
+    def next(self, tokens: int, seconds: float, lease: float) -> int:
+        """Most tokens of the next step, after one of `tokens` took `seconds`."""
+        if seconds > lease / 4:
+            fits = int(tokens * (lease / 6) / seconds)
+            self._now = max(MAX_CHOICES, min(self._now, fits))
+        elif self._now < self._most and seconds < lease / 12 and tokens >= self._now * 3 // 4:
+            self._now = min(self._most, self._now + max(1, self._now // 4))
+        return self._now

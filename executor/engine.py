@@ -1,0 +1,228 @@
+"""The step loop: one thread, so that the order of events is the order of the program.
+
+While the device computes plan k, memd already answers for step k+1; see `turn`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from executor.budget import Pace
+from executor.memory import Fenced, MemoryClient
+from executor.plan import Drawn, Plan
+from executor.scheduler import Scheduler
+from executor.server import Server
+from wire.errors import Code
+from wire.generate import Status
+from wire.memory import Granted, Usage
+
+log = logging.getLogger(__name__)
+
+RENEW_S = 0.25  # idle, memd hears of us this often
+FILLS_EVERY = 16  # steps between reports of how full the last blocks are
+MOST_FENCES = 8  # registrations in a row that brought no granted step; then something is broken
+
+
+class Runner(Protocol):
+    """What executes plans: `executor.runner.Runner`, or a fake."""
+
+    def run(self, plan: Plan) -> list[Drawn]:
+        """Make the plan's copies, compute its rows, draw its tokens."""
+
+
+class Stopped(Exception):
+    """The loop was told to stop while it waited for memd."""
+
+
+class Engine:
+    """Ties scheduler, memd, runner and gateways together."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        memory: MemoryClient,
+        runner: Runner,
+        server: Server,
+        *,
+        drain_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._runner = runner
+        self._server = server
+        self._drain_seconds = drain_seconds
+        self._clock = clock
+        self._pace = Pace(scheduler.bounds.step_tokens)
+        self._plan = Plan(0)
+        self._usage = Usage(scheduler.bounds.blocks, scheduler.bounds.blocks, 0, 0, 0, 0, 0)
+        self._signals = 0
+        self._drain_until: float | None = None
+        self._attached = False  # whether memd's last word was a grant or a registration
+        self._asked_at = 0.0
+        self._worked_at = clock()
+        self._turns = 0
+        self._fences = 0
+        self._lost_steps = 0
+        self.steps = 0  # that computed something
+
+    def stop(self) -> None:
+        """Finish what runs, then stop; the second call stops at once. Safe in a signal handler."""
+        self._signals += 1
+
+    def run(self) -> None:
+        """Register and turn until stopped.
+
+        Raises:
+            Refused: memd will not have this executor.
+            Exception: whatever a step died of; the process must end, memd and the gateways will notice.
+        """
+        try:
+            self._register()
+            while not self._stopped():
+                self.turn()
+        except Stopped:
+            pass
+        finally:
+            self._scheduler.fail_all(Code.UNAVAILABLE, "the executor stopped")
+            self._server.emit([], self._scheduler.take_failures())
+            self._server.close("the executor stopped")
+            self._memory.close()
+
+    def turn(self) -> None:
+        """One step: ask for k+1, compute k, take in its tokens, settle k+1, send the tokens."""
+        self._server.service()
+        scheduler, plan = self._scheduler, self._plan
+        working = bool(plan.rows or plan.copies)
+        proposal = scheduler.propose(fills=self._turns % FILLS_EVERY == 0)
+        if not working and not proposal.wants:
+            self._worked_at = self._clock()
+            left = self._asked_at + RENEW_S - self._clock()
+            if left > 0:
+                self._server.poll(max(1, int(left * 1000)))
+                return
+        self._turns += 1
+        self._asked_at = self._clock()
+        self._memory.ask(proposal.wants)
+        try:
+            # After a pause of the whole process the blocks may be someone else's: look before computing.
+            granted = self._answer() if working and self._memory.stale() else None
+            deltas = scheduler.update(plan, self._compute(plan)) if working else []
+            granted = granted or self._answer()
+            self._plan = scheduler.settle(proposal, granted)
+        except Fenced as fenced:
+            self._reattach(fenced)
+            self._server.emit([], scheduler.take_failures())
+            return
+        self._usage = granted.usage
+        self._fences = 0
+        self._server.emit(deltas, scheduler.take_failures())
+        if not working and not self._plan.rows and scheduler.busy:
+            self._server.poll(1)  # memory must come free first: do not spin for it
+
+    def status(self) -> Status:
+        """Load, for gateways."""
+        scheduler, usage = self._scheduler, self._usage
+        age = self._clock() - self._worked_at if scheduler.busy else 0.0
+        reason = "" if self._attached else "waiting for the memory daemon"
+        if self._drain_until is not None:
+            reason = "shutting down"
+        return Status(
+            ready=not reason,
+            draining=self._drain_until is not None,
+            reason=reason,
+            step_age_ms=int(age * 1000),
+            running=scheduler.sequences_running,
+            waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting.tokens,
+            blocks_total=usage.total,
+            blocks_used=usage.used,
+            blocks_cached=usage.cached,
+            steps=self.steps,
+            preemptions=scheduler.counters.preemptions,
+            prompt_tokens=scheduler.counters.prompt_tokens,
+            generated_tokens=scheduler.counters.generated_tokens,
+            hit_tokens=usage.hit_tokens,
+            query_tokens=usage.query_tokens,
+            memory_wait_us=self._memory.waited_us,
+        )
+
+    # ------------------------------------------------------------ inside
+
+    def _compute(self, plan: Plan) -> list[Drawn]:
+        """Run a plan. The first time the device lacks memory for one, it costs that step's largest request;
+        a second time in a row, nothing is sure any more and the process ends."""
+        started = self._clock()
+        try:
+            drawn = self._runner.run(plan)
+        except Exception as error:
+            if not _out_of_memory(error) or self._lost_steps:
+                raise
+            self._lost_steps += 1
+            log.error("step=%d ran out of memory: %s", plan.number, error)
+            self._scheduler.step_lost(plan)
+            return []
+        self._lost_steps = 0
+        self.steps += 1
+        self._worked_at = self._clock()
+        tokens = sum([len(row.tokens) for row in plan.rows])
+        self._scheduler.step_tokens = self._pace.next(
+            tokens, self._worked_at - started, self._memory.lease
+        )
+        return drawn
+
+    def _answer(self) -> Granted:
+        granted = self._memory.answer(self._idle)
+        self._attached = True
+        return granted
+
+    def _reattach(self, fenced: Fenced) -> None:
+        """Everything memd held for us is gone: requests go back to the queue and are computed again."""
+        self._fences += 1
+        log.warning(
+            "lost the memory daemon's grants (%s): %d sequences are computed again",
+            fenced,
+            self._scheduler.sequences_running,
+        )
+        if self._fences > MOST_FENCES:
+            raise RuntimeError(f"{self._fences} registrations in a row came to nothing") from fenced
+        self._plan = Plan(0)
+        self._scheduler.memory_lost()
+        self._register()
+
+    def _register(self) -> None:
+        self._attached = False
+        self._memory.register(self._idle)
+        self._attached = True
+        self._usage = Usage(self._usage.total, self._usage.total, 0, 0, 0, 0, 0)
+
+    def _idle(self) -> None:
+        """While memd is silent, gateways are still answered."""
+        if self._stopped():
+            raise Stopped
+        if self._clock() - self._asked_at > self._memory.lease * 2 / 3:
+            self._attached = False
+        self._server.service()
+
+    def _stopped(self) -> bool:
+        """Whether the loop must end: told twice, or told once and either done or out of time."""
+        if self._signals == 0:
+            return False
+        if self._drain_until is None:
+            self._drain_until = self._clock() + self._drain_seconds
+            self._server.draining = True
+            self._server.send_status()
+            log.info("draining: %d requests to finish", self._scheduler.requests)
+        return self._signals > 1 or not self._scheduler.busy or self._clock() >= self._drain_until
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether the device or the host had no memory left; torch says so in more than one way."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )

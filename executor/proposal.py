@@ -1,0 +1,40 @@
+"""What the next step asks of memd, and what each question was about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from executor.request import Group, Sequence
+from wire.memory import Admit, Append, Commit, Fork
+
+
+@dataclass(slots=True)
+class Wants:
+    """What one step asks of memd: the parts of `wire.memory.Step` a scheduler knows."""
+
+    commits: list[Commit] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    appends: list[Append] = field(default_factory=list)
+    admits: list[Admit] = field(default_factory=list)
+    fills: bytes = b""
+
+    def __bool__(self) -> bool:
+        """Whether memd must hear of it; how full blocks are can wait."""
+        return bool(self.commits or self.frees or self.forks or self.appends or self.admits)
+
+
+@dataclass(slots=True)
+class Proposal:
+    """Step k+1 as asked for. A sequence that started over or ended since has another id, or none: so
+    every entry keeps the id it was asked under."""
+
+    wants: Wants
+    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # id, tokens to compute
+    growing: list[tuple[Sequence, int]] = field(default_factory=list)  # appends
+    forked: list[tuple[Sequence, Sequence, int]] = field(
+        default_factory=list
+    )  # parent, child, its id
+    entering: list[tuple[Group, int, int]] = field(
+        default_factory=list
+    )  # lead's id, most tokens to compute

@@ -1,0 +1,511 @@
+"""What runs next: requests, budgets and memd's answers become a `Plan`.
+
+Pure: no socket, no clock, no tensor, no log. The engine calls, in this order and for ever,
+
+    proposal = propose()           while plan k is about to run, what step k+1 asks of memd
+    deltas = update(plan k, ...)   the tokens plan k drew
+    plan k+1 = settle(proposal, ...)   what memd granted becomes rows
+
+`propose` needs no token ids: it works from what *will* be true when plan k has run, where a sequence that
+draws has one more token whose value is not known. Whoever finishes, fails or is aborted in between simply has
+no row in plan k+1, and its blocks go back with the message after that.
+
+Groups are ordered by (priority, arrival) everywhere: who computes, who is admitted, who is preempted.
+Iteration-level scheduling is from Orca (Yu et al., OSDI'22), the all-or-nothing treatment of a group and
+preemption by recomputation from PagedAttention (Kwon et al., SOSP'23), chunked prefill from Sarathi
+(Agrawal et al., 2023).
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import insort
+from dataclasses import dataclass
+
+from executor import preempt, tables
+from executor.accept import Bounds, accept, blocks_needed
+from executor.budget import share
+from executor.plan import Draw, Drawn, Plan, Row
+from executor.proposal import Proposal, Wants
+from executor.queue import Queue
+from executor.request import Group, Sequence, State
+from wire.errors import Code, Refused
+from wire.generate import Delta, Failed, Submit, TokenLogprobs, TopToken
+from wire.memory import MAX_MESSAGE, Admit, Admitted, Append, Fork, Granted, Refusal
+
+# Bytes of token ids in one step's admissions. One admission goes whatever its size.
+ADMISSION_BYTES = MAX_MESSAGE // 2
+# Steps in a row the only running request may be refused a block before it is failed.
+STARVED_STEPS = 64
+
+Deltas = list[tuple[bytes, Delta]]  # with the gateway each is for
+
+
+@dataclass(slots=True)
+class Counters:
+    """Rise from the start of the process."""
+
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Scheduler:
+    """Requests in their queues. See the module's head for the protocol of calls."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.step_tokens = bounds.step_tokens  # the engine lowers it when steps take too long
+        self.waiting = Queue(bounds)
+        self.running: list[Group] = []  # in (priority, arrival) order, as is the queue
+        self.counters = Counters()
+        self._failures: list[tuple[bytes, Failed]] = []
+        self._groups: dict[tuple[bytes, int], Group] = {}
+        self._sequences: dict[int, Sequence] = {}  # unfinished ones, by memd's name
+        self._next_id = 1
+        self._arrivals = 0
+        self._leaving = Wants()  # last commits and frees of sequences that ended, for the next step
+        self._freed_blocks = 0  # at most this many come free with those
+        self._available = bounds.blocks  # blocks that could be granted after the last step
+        self._starved = 0
+
+    # ------------------------------------------------------------ requests come and go
+
+    def submit(self, peer: bytes, submit: Submit, deadline: float | None = None) -> None:
+        """Queue a request.
+
+        Raises:
+            Refused: INVALID, CONTEXT_LENGTH, NEVER_FITS, DUPLICATE or OVERLOADED; nothing has changed.
+        """
+        if (peer, submit.id) in self._groups:
+            raise Refused(Code.DUPLICATE, f"request id {submit.id} is already in use")
+        order = (submit.priority, self._arrivals)
+        group = accept(self.bounds, submit, peer=peer, order=order, deadline=deadline)
+        self.waiting.check_space(len(group.prompt))
+        self._arrivals += 1
+        self._groups[peer, submit.id] = group
+        for seq in group.live:
+            self._rename(seq)
+        self.waiting.add(group)
+
+    def abort(self, peer: bytes, request: int) -> None:
+        """Forget a request; its blocks go back with the next message. Unknown ids are ignored."""
+        if (group := self._groups.get((peer, request))) is not None:
+            self._end(group, "aborted")
+
+    def abort_all(self, peer: bytes) -> int:
+        """Forget all requests of a gateway; returns how many."""
+        groups = [group for group in self._groups.values() if group.peer == peer]
+        for group in groups:
+            self._end(group, "its gateway is gone")
+        return len(groups)
+
+    def fail(self, group: Group, code: Code, message: str, *, commit: bool = True) -> None:
+        """End a request with an error. `commit`: whether what it has written may be reused."""
+        self._failures.append((group.peer, Failed(group.id, code, message)))
+        self._end(group, code.value, commit=commit)
+
+    def fail_all(self, code: Code, message: str) -> None:
+        """End every request with an error."""
+        for group in list(self._groups.values()):
+            self.fail(group, code, message)
+
+    def expire(self, now: float) -> None:
+        """Fail requests that have not started and whose deadline has passed."""
+        for group in self.waiting.overdue(now):
+            self.fail(group, Code.OVERLOADED, "the request's deadline passed while it was waiting")
+
+    def take_failures(self) -> list[tuple[bytes, Failed]]:
+        """Failures since the last call, with the gateway each is for."""
+        taken, self._failures = self._failures, []
+        return taken
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished, or memd must still hear of a finished one."""
+        return bool(self._groups or self._leaving)
+
+    @property
+    def requests(self) -> int:
+        """Unfinished requests."""
+        return len(self._groups)
+
+    @property
+    def sequences_running(self) -> int:
+        return sum(len(group.live) for group in self.running)
+
+    # ------------------------------------------------------------ the three calls of a step
+
+    def propose(self, fills: bool = False) -> Proposal:
+        """What the next step wants, assuming the plan at hand runs as planned.
+
+        Args:
+            fills: also tell memd how full the last blocks are, for its gauges.
+        """
+        wants, available = self._leaving, self._available + self._freed_blocks
+        self._leaving, self._freed_blocks = Wants(), 0
+        proposal = Proposal(wants)
+        left = self._propose_running(proposal)
+        if fills and self.running:
+            wants.fills = self._fills()
+        if left > 0 and len(self.waiting):
+            self._propose_waiting(proposal, left, available - len(wants.appends))
+        return proposal
+
+    def update(self, plan: Plan, drawn: list[Drawn]) -> Deltas:
+        """Take in what a plan computed: tokens, and who is finished.
+
+        Returns:
+            New tokens, in the order of `drawn`. Requests that failed are in `take_failures`.
+        """
+        sequences = self._sequences
+        for result in drawn:
+            if result.token < 0 and (seq := sequences.get(result.seq)) is not None:
+                # Its KV of this step is suspect too, so it is freed without a commit of it.
+                self.fail(
+                    seq.group,
+                    Code.NOT_NUMBERS,
+                    "the model's output was not a number (NaN or infinity) for this request",
+                )
+        for row in plan.rows:
+            if (seq := sequences.get(row.seq)) is not None:
+                seq.written = row.start + len(row.tokens)
+        deltas: Deltas = []
+        for result in drawn:
+            if (seq := sequences.get(result.seq)) is not None:
+                deltas.append((seq.group.peer, self._take(seq, result)))
+        return deltas
+
+    def settle(self, proposal: Proposal, granted: Granted) -> Plan:
+        """Turn memd's answer into the plan to run, and preempt if memory ran out."""
+        refused = {refusal.seq: refusal for refusal in granted.refused}
+        self._available = granted.usage.free + granted.usage.cached
+        self._leaving.frees += tables.apply(
+            proposal, granted.changes, refused, self._sequences, self.bounds.block_size
+        )
+        rows = [entry for entry in proposal.rows if entry[1] not in refused]
+        rows += self._enter(proposal, granted.admitted)
+        self._make_room(proposal, refused)
+        return Plan(granted.number, self._rows(rows, refused), list(granted.copies))
+
+    # ------------------------------------------------------------ when things go wrong
+
+    def memory_lost(self) -> None:
+        """memd has forgotten everything: all requests go back to the queue with the tokens they have."""
+        for seq in self._sequences.values():
+            seq.held = False
+        for group in list(self.running):
+            self._preempt(group, "memory daemon lost")
+        self._leaving, self._freed_blocks = Wants(), 0
+        self.waiting.forget_refusal()
+
+    def step_lost(self, plan: Plan) -> None:
+        """A plan ran out of the device's memory: fail its largest request, recompute all others."""
+        groups = {s.group for row in plan.rows if (s := self._sequences.get(row.seq)) is not None}
+        if groups:
+            largest = max(groups, key=lambda g: (sum(len(s.tokens) for s in g.live), g.order))
+            self.fail(
+                largest,
+                Code.INTERNAL,
+                f"the device ran out of memory while it computed this request of "
+                f"{len(largest.prompt)} prompt tokens, the largest of its step",
+            )
+        for group in list(self.running):
+            self._preempt(group, "step lost")
+
+    # ------------------------------------------------------------ propose, in parts
+
+    def _propose_running(self, proposal: Proposal) -> int:
+        """Rows and appends of running groups; returns the token budget that is left."""
+        size = self.bounds.block_size
+        commits, appends = proposal.wants.commits, proposal.wants.appends
+        groups: list[list[Sequence]] = []
+        wants: list[list[int]] = []
+        total = 0
+        for group in self.running:
+            if not group.together:
+                self._propose_forks(group, proposal)
+            limit = group.limit
+            members: list[Sequence] = []
+            counts: list[int] = []
+            for seq in group.live if group.together else group.live[:1]:
+                if seq.written // size > seq.committed // size:
+                    commit = seq.commit(size)
+                    if commit is not None:
+                        commits.append(commit)
+                if seq.pending:
+                    if len(seq.output) + 1 >= limit:
+                        continue  # the token being drawn is its last: nothing follows
+                    want = len(seq.tokens) + 1 - seq.computed
+                else:
+                    ready = len(seq.tokens) if group.together else len(group.prompt)
+                    want = ready - seq.computed
+                if want > 0:
+                    members.append(seq)
+                    counts.append(want)
+                    total += want
+            if members:
+                groups.append(members)
+                wants.append(counts)
+        left = self.step_tokens - total
+        if left < 0:
+            wants = share(wants, self.step_tokens)
+            left = 0
+        rows, growing = proposal.rows, proposal.growing
+        for members, counts in zip(groups, wants, strict=True):
+            for seq, count in zip(members, counts, strict=True):
+                if count:
+                    rows.append((seq, seq.id, count))
+                    upto = seq.computed + count
+                    if upto > seq.room:
+                        appends.append(Append(seq.id, upto))
+                        growing.append((seq, seq.id))
+        return left
+
+    def _propose_forks(self, group: Group, proposal: Proposal) -> None:
+        """Once the lead's prompt is computed, the others begin where it ends, on the same blocks."""
+        lead, start = group.live[0], len(group.prompt)
+        if lead.computed < start or (lead.pending and group.limit == 1):
+            return
+        for child in group.live[1:]:
+            proposal.wants.forks.append(Fork(lead.id, child.id, start))
+            proposal.forked.append((lead, child, child.id))
+            child.computed = child.written = child.known = child.room = start
+            # The lead commits the shared full blocks; the child's first commit is for one of its own.
+            child.committed = start
+        # A partial last block is shared now: whoever writes to it asks first.
+        lead.room = start
+        group.together = True
+
+    def _propose_waiting(self, proposal: Proposal, left: int, available: int) -> None:
+        """Admissions, strictly in order, while tokens, sequences and bytes last."""
+        admits = proposal.wants.admits
+        if self.running and not self.waiting.worth_asking(available):
+            return
+        slots = self.bounds.sequences - self.sequences_running
+        size = 0
+        for group in self.waiting:
+            tokens = len(group.opening())
+            size += 4 * tokens
+            if len(group.live) > slots or (admits and size > ADMISSION_BYTES):
+                return
+            if group.restarted and self.running:
+                need = self._return_cost(group)
+                if need > available:
+                    return
+                available -= need
+            lead = group.live[0]
+            admits.append(Admit(lead.id, group.opening_bytes(), left, group.tenant))
+            proposal.entering.append((group, lead.id, left))
+            slots -= len(group.live)
+            left -= min(left, tokens)
+            if left <= 0:
+                return
+
+    def _return_cost(self, group: Group) -> int:
+        """Blocks that should be free before a preempted group comes back, lest it is preempted again:
+        all it had, and one for every other of the running sequences, which keep growing."""
+        longest = max(len(seq.tokens) for seq in group.live) + 1
+        new = longest - len(group.prompt)
+        need = blocks_needed(self.bounds, len(group.prompt), new, len(group.live))
+        return need + self.sequences_running // 2
+
+    def _fills(self) -> bytes:
+        pairs: list[int] = []
+        for group in self.running:
+            for seq in group.live:
+                if seq.held:
+                    pairs += (seq.id, seq.computed)
+        return struct.pack(f"<{len(pairs)}Q", *pairs)
+
+    # ------------------------------------------------------------ update, in parts
+
+    def _take(self, seq: Sequence, result: Drawn) -> Delta:
+        group, token = seq.group, result.token
+        seq.pending = False
+        seq.tokens.append(token)
+        seq.output.append(token)
+        self.counters.generated_tokens += 1
+        finish = ""
+        if token in group.stops and len(seq.output) > group.sampling.min_tokens:
+            finish = "stop"
+        elif len(seq.output) >= group.limit:
+            finish = "length"
+        if finish:
+            self._finish(seq)
+        logprobs = []
+        if group.sampling.logprobs >= 0:
+            top = [TopToken(*pair) for pair in result.top]
+            logprobs = [TokenLogprobs(result.logprob, top)]
+        cached = group.cached if len(seq.output) == 1 else 0
+        return Delta(group.id, seq.choice, [token], finish, cached, logprobs)
+
+    def _finish(self, seq: Sequence) -> None:
+        group = seq.group
+        group.live.remove(seq)
+        self._release(seq)
+        if not group.live:
+            self._end(group, "done")
+
+    # ------------------------------------------------------------ settle, in parts
+
+    def _enter(
+        self, proposal: Proposal, admitted: list[Admitted]
+    ) -> list[tuple[Sequence, int, int]]:
+        """Start the groups that were admitted; returns their leads' rows."""
+        granted = {entry.seq: entry for entry in admitted}
+        rows = []
+        for group, lead_id, chunk in proposal.entering:
+            entry = granted.get(lead_id)
+            if entry is None:
+                continue
+            if lead_id not in self._sequences:
+                self._leaving.frees.append(lead_id)  # aborted since
+                continue
+            lead, tokens = group.live[0], len(group.opening())
+            group.move(State.RUNNING, f"admitted with {entry.computed} of {tokens} tokens cached")
+            self.waiting.remove(group)
+            self.waiting.note(group, None, 0)
+            insort(self.running, group, key=lambda g: g.order)
+            group.together = len(group.live) == 1
+            if not group.restarted:
+                group.cached = min(entry.computed, len(group.prompt))
+                self.counters.prompt_tokens += len(group.prompt)
+            lead.held = True
+            lead.blocks = list(entry.blocks)
+            lead.room = len(lead.blocks) * self.bounds.block_size
+            lead.computed = lead.written = lead.committed = entry.computed
+            lead.known = tokens
+            rows.append((lead, lead_id, min(chunk, tokens - entry.computed)))
+        return rows
+
+    def _make_room(self, proposal: Proposal, refused: dict[int, Refusal]) -> None:
+        """Preempt for those who could not grow, and for a newcomer of better priority."""
+        short: dict[Group, int] = {}
+        available = self._available
+        for seq, seq_id in proposal.growing:
+            refusal = refused.get(seq_id)
+            if refusal is None or seq_id not in self._sequences:
+                continue
+            if refusal.code is Code.NEVER_FITS:
+                self._never(seq.group, refusal)
+                continue
+            short[seq.group] = short.get(seq.group, 0) + refusal.need
+            available = refusal.available
+        for group in preempt.for_growth(self.running, short, available + self._freed_blocks):
+            self._preempt(group, "pool full")
+        self._starved = self._starved + 1 if short and len(self.running) == 1 else 0
+        if self._starved >= STARVED_STEPS:
+            self.fail(
+                self.running[0],
+                Code.NO_BLOCKS,
+                "no KV block came free although nothing else runs; are blocks pinned in memd?",
+            )
+        for group, lead_id, _ in proposal.entering:
+            refusal = refused.get(lead_id)
+            if refusal is not None and lead_id in self._sequences:
+                if refusal.code is Code.NEVER_FITS:
+                    self._never(group, refusal)
+                elif refusal.code is Code.NO_BLOCKS:
+                    self.waiting.note(group, refusal, self._available)
+        if self.running and len(self.waiting):
+            self._prefer(self.waiting.first)
+
+    def _never(self, group: Group, refusal: Refusal) -> None:
+        self.fail(
+            group,
+            Code.NEVER_FITS,
+            f"the request needs {refusal.need} more KV blocks, more than its tenant can ever have: "
+            "shorten it, or start the server with more --kv-memory",
+        )
+
+    def _prefer(self, first: Group) -> None:
+        """Let the first in the queue in if all that is in its way is of strictly worse priority."""
+        if first.priority >= self.running[-1].priority:
+            return
+        # A step without a token to spare for it is in its way as much as a bound on sequences.
+        most = min(self.bounds.sequences, self.step_tokens)
+        slots = len(first.live) - (most - self.sequences_running)
+        available = self._available + self._freed_blocks
+        lacks = self.waiting.lacking(first, available)
+        if first.restarted:
+            lacks = max(lacks, self._return_cost(first) - available)
+        for group in preempt.for_priority(self.running, first, lacks, slots):
+            self._preempt(group, f"made room for priority {first.priority}")
+
+    def _rows(
+        self, entries: list[tuple[Sequence, int, int]], refused: dict[int, Refusal]
+    ) -> list[Row]:
+        """Rows of those that still run, with the token ids that are known by now."""
+        sequences = self._sequences
+        # One member without a block stops its whole group for this step.
+        stuck = {s.group for seq_id in refused if (s := sequences.get(seq_id)) is not None}
+        rows = []
+        for seq, seq_id, count in entries:
+            if seq_id not in sequences or (stuck and seq.group in stuck):
+                continue
+            group, start = seq.group, seq.computed
+            end = seq.computed = start + count
+            draws: tuple[Draw, ...] = ()
+            if end == len(seq.tokens):
+                if group.together:
+                    draws = (_draw(seq, group),)
+                else:
+                    draws = tuple(_draw(member, group) for member in group.live)
+            rows.append(Row(seq_id, start, seq.tokens[start:end], seq.blocks.copy(), draws))
+        return rows
+
+    # ------------------------------------------------------------ moves
+
+    def _rename(self, seq: Sequence) -> None:
+        seq.start_over(self._next_id)
+        self._sequences[seq.id] = seq
+        self._next_id += 1
+
+    def _release(self, seq: Sequence, *, commit: bool = True) -> None:
+        """Give its blocks back with the next message, after telling memd what in them is written."""
+        del self._sequences[seq.id]
+        if seq.held:
+            last = seq.commit(self.bounds.block_size) if commit else None
+            if last is not None:
+                self._leaving.commits.append(last)
+            self._leaving.frees.append(seq.id)
+            self._freed_blocks += len(seq.blocks)
+            seq.held = False
+
+    def _preempt(self, group: Group, why: str) -> None:
+        """Take all blocks of a group and queue it again, in its old place, with the tokens it has."""
+        group.move(State.PREEMPTED, why)
+        self.running.remove(group)
+        for seq in group.live:
+            self._release(seq)
+            self._rename(seq)
+        group.together = False
+        group.move(State.WAITING, "will recompute")
+        self.waiting.add(group)
+        self.counters.preemptions += 1
+
+    def _end(self, group: Group, why: str, *, commit: bool = True) -> None:
+        if group.state is State.WAITING:
+            self.waiting.remove(group)
+        else:
+            self.running.remove(group)
+        for seq in group.live:
+            self._release(seq, commit=commit)
+        group.live = []
+        group.move(State.FINISHED, why)
+        del self._groups[group.peer, group.id]
+
+
+def _draw(seq: Sequence, group: Group) -> Draw:
+    seq.pending = True
+    early = group.ends and len(seq.output) < group.sampling.min_tokens
+    return Draw(
+        seq.id,
+        seq.choice,
+        len(seq.tokens),
+        group.sampling,
+        group.prompt,
+        seq.output,
+        group.ends if early else (),
+    )
