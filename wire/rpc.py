@@ -11,6 +11,7 @@ that drops silently for an unknown or slow peer, a DEALER that queues for a peer
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -139,6 +140,16 @@ class Router(_Socket):
         super().__init__(zmq.ROUTER, limits)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.raw.bind(endpoint)
+        self._file = Path(endpoint.removeprefix("ipc://"))
+        self._inode = self._file.stat().st_ino
+
+    def close(self) -> None:
+        """Close, and remove the socket file, which libzmq leaves; not one that a successor has made."""
+        if not self.closed:
+            with contextlib.suppress(FileNotFoundError):
+                if self._file.stat().st_ino == self._inode:
+                    self._file.unlink()
+        super().close()
 
     def receive(self, most: int = 1024) -> Iterator[tuple[bytes, bytes]]:
         """Yield up to `most` waiting (peer, payload) pairs; messages of any other shape are dropped."""
