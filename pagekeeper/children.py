@@ -11,7 +11,14 @@ from pagekeeper.supervisor import Spec
 from wire.settings import flag_name
 
 # What children leave in the run directory; removed before the first starts and after the last ended.
-LEFTOVERS = ("memd.sock", "memd.json", "memd.lock", "executor-0.sock", "gateway.json")
+LEFTOVERS = (
+    "memd.sock",
+    "memd.json",
+    "memd.lock",
+    "executor-0.sock",
+    "executor-0.lock",
+    "gateway.json",
+)
 
 _FOR_EXECUTOR = (
     "model", "served_model_name", "device", "dtype", "kv_memory", "num_blocks", "block_size",

@@ -22,7 +22,7 @@ from pagekeeper.children import LEFTOVERS, specs
 from pagekeeper.config import UpConfig, first_key
 from pagekeeper.lock import AlreadyRunning, RunLock
 from pagekeeper.progress import Progress, loading
-from pagekeeper.supervisor import GaveUp, Spec, Supervisor, describe_status
+from pagekeeper.supervisor import BAD_SETTING, GaveUp, Spec, Supervisor, describe_status
 from wire.rpc import BadEndpoint, private_directory
 
 POLL = 0.1  # seconds between two looks at whether the server is ready
@@ -87,7 +87,6 @@ class _Launch:
         self._config = config
         self._progress = Progress(sys.stderr)
         self._supervisor = Supervisor(children, self._child_said, self._progress.line)
-        self._loaded = False
         self._began = time.monotonic()
         self._signal = 0
         self._late = False
@@ -120,15 +119,13 @@ class _Launch:
 
     def _child_said(self, name: str, line: str) -> None:
         found = loading(line) if name == "executor" else None
+        if name == "executor" and line.endswith("warming up"):
+            self._progress.stage("warming up")
+            return
         if found is None:
             self._progress.line(line)
             return
-        what, percent = found
-        self._loaded = percent >= 100
-        if self._loaded:
-            self._progress.stage("warming up")
-        else:
-            self._progress.loading(what, percent)
+        self._progress.loading(*found)
 
     async def _wait_until_ready(self) -> None:
         run_dir = self._config.run_dir
@@ -172,11 +169,14 @@ class _Launch:
         )
 
     def _explain(self, gave_up: GaveUp) -> None:
-        name, times = gave_up.name, "once" if gave_up.starts == 1 else f"{gave_up.starts} times"
+        lines = gave_up.lines or ("(it wrote nothing)",)
+        if gave_up.status == BAD_SETTING:
+            print(f"pagekeeper: {gave_up.name} cannot start: {lines[-1]}", file=sys.stderr)
+            return
         print(
-            f"pagekeeper: {name} ended {times} before it was ready "
+            f"pagekeeper: {gave_up.name} ended {gave_up.starts} times before it was ready "
             f"({describe_status(gave_up.status)}); its last lines:",
-            *(f"  {line}" for line in gave_up.lines or ("(it wrote nothing)",)),
+            *(f"  {line}" for line in lines),
             sep="\n",
             file=sys.stderr,
         )

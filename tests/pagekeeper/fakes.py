@@ -33,7 +33,8 @@ SERVER = """
 EXECUTOR = """
     import signal, sys, time
     for percent in (0, 50, 100):
-        print(f"12:00:00 I executor loading tiny {percent}%", flush=True)
+        print(f"12:00:00 I executor-0 loading tiny {percent}% (weights)", flush=True)
+    print("12:00:00 I executor-0 warming up", flush=True)
     signal.signal(signal.SIGTERM, lambda *args: sys.exit(0))
     while True:
         time.sleep(60)

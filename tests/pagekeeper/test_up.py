@@ -85,12 +85,21 @@ def test_a_start_shows_progress_and_addresses_and_a_stop_leaves_nothing(
 def test_a_child_that_refuses_its_settings_ends_the_start_with_its_own_line(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert up(config(run_dir), three(run_dir, executor=DIES)) == 1
+    assert up(config(run_dir), three(run_dir, executor=DIES)[:2]) == 1
     err = capsys.readouterr().err
-    assert "pagekeeper: executor ended once before it was ready (status 2)" in err
-    assert err.rstrip().endswith("--model nowhere: no such file")
+    assert err.rstrip().endswith("executor cannot start: --model nowhere: no such file")
     assert "Traceback" not in err
     assert list(run_dir.iterdir()) == []
+
+
+def test_a_child_that_crashes_at_start_ends_it_with_its_last_lines(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Without the gateway, which would be ready at once: it is a stand-in.
+    assert up(config(run_dir), three(run_dir, executor="print('one'); 1 / 0")[:2]) == 1
+    err = capsys.readouterr().err
+    assert "executor ended 3 times before it was ready (status 1); its last lines:\n  one" in err
+    assert err.rstrip().endswith("ZeroDivisionError: division by zero")
 
 
 def test_a_server_that_is_not_ready_in_time_is_stopped(
