@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 SILENCE_S = 3.0  # an executor's Status comes twice a second; this long without anything: lost
 FORGOTTEN_S = 5.0  # an executor that says it has nothing to do does not run what we wait for
 _HELLO_S = 0.5
+_MISMATCH_S = 5.0  # until an executor of another version is asked again
 _TICK_S = 0.25
 
 
@@ -107,21 +108,22 @@ class Inbox:
         self._waiting: dict[int, Delta] = {}
         self._failure: Refused | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._until = 0.0  # when the waiter is to be woken without anything
         self._submissions: list[_Submission] = []
 
     async def take(self, patience: float) -> list[tuple[int, Delta]]:
-        """All that has arrived, as (choice, delta); waits for something, at most `patience` seconds.
+        """All that has arrived, as (choice, delta); waits for something, about `patience` seconds at most.
 
         Empty when nothing came. Raises:
             Refused: the request failed; everything that arrived before was taken.
         """
         if not self._waiting and self._failure is None:
+            # No timer of its own: one for every token of every stream would cost more than the token.
+            self._until = self._loop.time() + patience
             self._waiter = self._loop.create_future()
-            timer = self._loop.call_later(patience, self._wake)
             try:
                 await self._waiter
             finally:
-                timer.cancel()
                 self._waiter = None
         if self._waiting:
             taken = list(self._waiting.items())
@@ -167,6 +169,11 @@ class Inbox:
         """End the request; the first failure is the one reported."""
         self._failure = self._failure or failure
         self._wake()
+
+    def tick(self, now: float) -> None:
+        """Called now and then: ends a wait that has lasted as long as it may."""
+        if now >= self._until:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -291,6 +298,8 @@ class Link:
                 self._send(self._hello)
             return
         if now - self._heard > SILENCE_S:
+            self._receive()  # it may be this loop that was busy
+        if now - self._heard > SILENCE_S:
             self._lose(f"it has been silent for {SILENCE_S:g} s")
         elif now - self._pinged >= PING_MS / 1000:
             self._pinged = now
@@ -316,7 +325,7 @@ class Link:
                 case Welcome():
                     self._on_welcome(message)
                 case Gone():
-                    self._lose(f"it ended the session: {message.message}")
+                    self._on_gone(message)
 
     # ------------------------------------------------------------ what arrives
 
@@ -355,6 +364,7 @@ class Link:
                 "run the same version of both"
             )
             log.error("executor=%s: %s", self.name, self._problem)
+            self._greeted = self._heard + _MISMATCH_S
             return
         if self._session not in (None, welcome.executor):
             self._lose("it was restarted")
@@ -365,6 +375,13 @@ class Link:
             if self._building is not None:
                 self._building.cancel()
             self._building = self._loop.create_task(self._build(welcome.card))
+
+    def _on_gone(self, gone: Gone) -> None:
+        if self._session is not None:
+            self._lose(f"it ended the session: {gone.message}")
+        elif gone.code == Code.PROTOCOL:
+            self._problem = gone.message
+            self._greeted = self._heard + _MISMATCH_S
 
     async def _build(self, card: ModelCard) -> None:
         self._problem = "its tokenizer is being loaded"
@@ -441,12 +458,14 @@ class Engine:
 
     def start(self) -> None:
         """Connect, on the running loop."""
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         for link in self.links:
-            link.open(loop)
+            link.open(self._loop)
+        self._ticker = self._loop.call_later(_TICK_S, self._tick)
 
     def stop(self) -> None:
         """Say goodbye and fail what is left."""
+        self._ticker.cancel()
         for link in self.links:
             link.close()
 
@@ -505,6 +524,12 @@ class Engine:
     def in_progress(self) -> int:
         """HTTP requests that wait for tokens."""
         return len(self._inboxes)
+
+    def _tick(self) -> None:
+        self._ticker = self._loop.call_later(_TICK_S, self._tick)
+        now = self._loop.time()
+        for inbox in self._inboxes:
+            inbox.tick(now)
 
     def _pick(self) -> Link:
         """The least loaded executor that is ready and serves the model."""

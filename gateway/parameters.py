@@ -15,6 +15,7 @@ from wire.errors import Refused
 from wire.sampling import MAX_LOGIT_BIAS, MAX_STOP_IDS, Bias, Sampling
 
 MAX_STOPS = 16
+_MOST_CHARS_PER_TOKEN = 32  # on average over a prompt; prose has 4 or 5, indented code 8
 _CHARS_PER_TOKEN = 4  # for admission only, before anything is tokenized
 
 
@@ -47,11 +48,18 @@ async def encode(model: Model, text: str, add_special_tokens: bool, param: str) 
     """Token ids of a prompt.
 
     Raises:
-        ApiError: 400 it is longer than the context; known before tokenizing when it is far longer.
+        ApiError: 400 it is so much longer than the context that tokenizing it is not worth the time.
     """
-    fewest = model.vocabulary.fewest_tokens(text)
-    if fewest >= model.card.context_length:
-        raise too_long(f"at least {fewest}", model.card.context_length, param)
+    context = model.card.context_length
+    if len(text) > context * _MOST_CHARS_PER_TOKEN:
+        raise ApiError(
+            400,
+            f"The prompt has {len(text)} characters, more than {context * _MOST_CHARS_PER_TOKEN}, "
+            f"which is the most this server tokenizes for a context of {context} tokens; "
+            "shorten the prompt.",
+            code="context_length_exceeded",
+            param=param,
+        )
     return await model.vocabulary.encode(text, add_special_tokens)
 
 
@@ -73,16 +81,6 @@ def _outside(token: int, model: Model, param: str) -> ApiError:
     )
 
 
-def too_long(tokens: str, context: int, param: str) -> ApiError:
-    return ApiError(
-        400,
-        f"The prompt has {tokens} tokens, but the model's context is {context} tokens, prompt and "
-        "output together; shorten the prompt.",
-        code="context_length_exceeded",
-        param=param,
-    )
-
-
 def fit(prompt_tokens: int, asked: int | None, model: Model, param: str, default: int = 0) -> int:
     """Tokens that may be generated.
 
@@ -95,7 +93,13 @@ def fit(prompt_tokens: int, asked: int | None, model: Model, param: str, default
     context = model.card.context_length
     room = context - prompt_tokens
     if room < 1:
-        raise too_long(str(prompt_tokens), context, param)
+        raise ApiError(
+            400,
+            f"The prompt has {prompt_tokens} tokens, but the model's context is {context} tokens, "
+            "prompt and output together; shorten the prompt.",
+            code="context_length_exceeded",
+            param=param,
+        )
     if asked is None:
         return min(default or room, room)
     if asked > room:

@@ -66,17 +66,11 @@ class Vocabulary:
             id: token.content for id, token in self.tokenizer.get_added_tokens_decoder().items()
         }
         self._alphabet = _byte_alphabet() if "ByteLevel" in _decoder_kinds(spec["decoder"]) else {}
-        pieces = self.tokenizer.get_vocab(with_added_tokens=True)
-        self._longest = max((len(piece.encode()) for piece in pieces), default=1)
         # One thread: encoding is bounded to one core, and the loop keeps the other.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def fewest_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens of `text`, without encoding it."""
-        return len(text) // self._longest
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Special tokens spelled out in it are recognised."""

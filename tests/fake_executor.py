@@ -148,6 +148,7 @@ class FakeExecutor:
         self._instance = uuid.uuid4().hex
         self._peers: set[bytes] = set()
         self._running: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._outgoing: dict[bytes, Events] = {}
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -253,10 +254,10 @@ class FakeExecutor:
                         self._logprobs(submit, now),
                     )
                 )
-            self._send(peer, Events(deltas))
+            self._emit(peer, deltas)
         if script.fail_after is not None:
             failed = Failed(submit.id, script.failure.code, script.failure.message)
-            self._send(peer, Events(failed=[failed]))
+            self._emit(peer, [], [failed])
         elif not script.finish:
             await asyncio.Event().wait()
         self._running.pop((peer, submit.id), None)
@@ -287,6 +288,19 @@ class FakeExecutor:
             self.ready, self.draining, "" if self.ready else "warming up", 0, len(self._running),
             0, 0, 4096, 0, 0, 0, 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
+
+    def _emit(self, peer: bytes, deltas: list[Delta], failed: Sequence[Failed] = ()) -> None:
+        """One `Events` for all that happens at the same time, as an engine step has it."""
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        events = self._outgoing.setdefault(peer, Events([], []))
+        events.deltas.extend(deltas)
+        events.failed.extend(failed)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for peer, events in outgoing.items():
+            self._send(peer, events)
 
     def _send(self, peer: bytes, message: ToGateway) -> None:
         if self.silent:
