@@ -148,7 +148,7 @@ def _chains(pool: Pool) -> Iterator[str]:
         parent = node.parent
         if node not in list(parent.offspring()):
             yield f"block {block} is not among its parent's children"
-        if node.root is not parent.root or node.lru is not pool.lru_of(node.root.tenant):
+        if node.root is not parent.root or node.root.lru is not pool.lru_of(node.root.tenant):
             yield f"block {block} belongs to two tenants"
         if parent.parent is None:
             if index.roots.get(node.root.tenant) is not parent:
@@ -158,10 +158,10 @@ def _chains(pool: Pool) -> Iterator[str]:
             yield f"block {block} outlives its parent {parent.block}"
         elif pool.refs[block] and not pool.refs[parent.block]:
             yield f"block {block} is referenced, its parent {parent.block} is not"
-        elif block in node.lru and parent.block in node.lru:
-            if node.lru[block] > node.lru[parent.block]:
+        elif block in node.root.lru and parent.block in node.root.lru:
+            if node.root.lru[block] > node.root.lru[parent.block]:
                 yield f"block {block} would be evicted after its parent {parent.block}"
-        elif parent.block in node.lru:
+        elif parent.block in node.root.lru:
             yield f"block {block} could be left behind by its parent {parent.block}"
     for node in (*index.by_key.values(), *index.roots.values()):
         for child in node.offspring():

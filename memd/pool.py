@@ -176,7 +176,7 @@ class Pool:
         block = node.block
         refs = self.refs[block]
         self.refs[block] = refs + 1
-        if not refs and node.lru.pop(block, None) is None:
+        if not refs and node.root.lru.pop(block, None) is None:
             del self.quarantine[block]
 
     def release(self, block: int) -> None:
@@ -189,7 +189,7 @@ class Pool:
                 self.free.append(block)
             else:
                 self._stamp += 1
-                node.lru[block] = self._stamp
+                node.root.lru[block] = self._stamp
 
     def release_source(self, block: int) -> None:
         """Drop one reference of a block that this step copies from: it must not be handed out yet."""
@@ -200,7 +200,7 @@ class Pool:
 
     def protect(self, node: Node) -> None:
         """Keep a cached block from being handed out before the next step."""
-        if node.lru.pop(node.block, None) is not None:
+        if node.root.lru.pop(node.block, None) is not None:
             self.quarantine[node.block] = None
 
     def end_quarantine(self) -> None:
@@ -209,7 +209,7 @@ class Pool:
             node = self.nodes[block]
             assert node is not None  # only sealed blocks are quarantined
             self._stamp += 1
-            node.lru[block] = self._stamp
+            node.root.lru[block] = self._stamp
         self.quarantine.clear()
 
     # ------------------------------------------------------------ pins and reset

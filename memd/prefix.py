@@ -24,7 +24,7 @@ Lru = OrderedDict[int, int]  # cached blocks, oldest first -> the stamp of when 
 class Node:
     """Content of one sealed block. Identity is the object: equal content is one node, or not indexed."""
 
-    __slots__ = ("block", "children", "key", "lru", "parent", "root", "tokens")
+    __slots__ = ("block", "children", "key", "parent", "root", "tokens")
 
     def __init__(self, parent: Node | None, tokens: bytes, key: bytes, block: int) -> None:
         self.parent = parent
@@ -36,7 +36,6 @@ class Node:
         self.children: Node | dict[bytes, dict[Node, None]] | None = None
         if parent is not None:
             self.root: Root = parent.root
-            self.lru: Lru = parent.lru
 
     def offspring(self) -> Iterator[Node]:
         """Every child, in the order in which siblings with equal first tokens were sealed."""
@@ -50,7 +49,7 @@ class Node:
 class Root(Node):
     """Where the chains of one tenant start. It lives while it has children or tables."""
 
-    __slots__ = ("tables", "tenant")
+    __slots__ = ("lru", "tables", "tenant")
 
     def __init__(self, tenant: str, key: bytes, lru: Lru) -> None:
         super().__init__(None, b"", key, 0)
@@ -89,9 +88,10 @@ class PrefixIndex:
 
     def key_of(self, parent: Node, tokens: bytes) -> bytes:
         """Hash of the block with these tokens after `parent`."""
-        hasher = self._hasher.copy()
+        hasher = self._hasher.copy()  # faster than a new one: the secret is absorbed already
         hasher.update(parent.key + tokens)
-        return self._shorten(hasher.digest()) if self._cut else hasher.digest()
+        digest = hasher.digest()
+        return self._shorten(digest) if self._cut else digest
 
     def _shorten(self, digest: bytes) -> bytes:
         size = (self._cut + 7) // 8

@@ -65,6 +65,7 @@ def memory(pool: Pool) -> list[Any]:
                 table.computed,
                 table.sealed,
                 table.borrowed,
+                table.lent,
                 -1 if table.node is None else table.node.block,
                 [kin.seq for kin in table.kin],
             ]

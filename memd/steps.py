@@ -189,7 +189,7 @@ def apply(pool: Pool, step: Step) -> tuple[list[Change], list[Copy], list[Admitt
     for seq in step.frees:
         tables.free(pool, seq)
     for fork in step.forks:
-        tables.fork(pool, fork)
+        tables.fork(pool, fork, changes)
         pool.highest = max(pool.highest, fork.child)
     for append in step.appends:
         refusal = tables.append(pool, append, changes, copies)

@@ -33,6 +33,7 @@ class Table:
         node: content of the last of those (the root when there is none); None when one of them could not be
             indexed, and then nothing after it can be.
         borrowed: the last block is partly another's, from a fork: nothing may be written before an append.
+        lent: a fork's child borrowed the last block, and how much of it is in use is not quite known.
         kin: tables that descend from one admission by forks; only they share unsealed blocks.
     """
 
@@ -45,6 +46,7 @@ class Table:
     computed: int = 0
     sealed: int = 0
     borrowed: bool = False
+    lent: bool = False
     kin: list[Table] = field(default_factory=list)
 
     @property
@@ -61,26 +63,31 @@ def commit(pool: Pool, item: Commit, changes: list[Change]) -> None:
     table = pool.sequences[item.seq]
     if item.tokens:
         table.known += item.tokens
-    table.computed = item.computed
-    if item.computed > table.tokens:
-        table.tokens = item.computed
-    full = item.computed // pool.block_size
+    computed = table.computed = item.computed
+    if computed > table.tokens:
+        table.tokens = computed
+    full = computed // pool.block_size
     if table.sealed < full:
-        _seal(pool, table, full, changes)
+        _seal(pool, table, full, item.tokens, changes)
 
 
-def _seal(pool: Pool, table: Table, full: int, changes: list[Change]) -> None:
-    """Index the table's blocks up to logical number `full`.
+def _seal(pool: Pool, table: Table, full: int, sent: bytes, changes: list[Change]) -> None:
+    """Index the table's blocks up to logical number `full`; `sent` are the ids that came last.
 
     Invariant kept: a sealed block's parent is sealed too and stands before it in every table that names it.
     """
     width = pool.block_size * TOKEN_BYTES
-    index, nodes, blocks = pool.index, pool.nodes, table.blocks
+    index, nodes, blocks, known = pool.index, pool.nodes, table.blocks, table.known
     node = table.node
     for i in range(table.sealed, full):
         if node is None:
             break
-        tokens = bytes(table.known[i * width : (i + 1) * width])
+        if len(sent) == width and len(known) == (i + 1) * width:
+            tokens = (
+                sent  # a decoding sequence's usual commit is exactly one block: spare the copies
+            )
+        else:
+            tokens = bytes(known[i * width : (i + 1) * width])
         block = blocks[i]
         sealed = nodes[block]
         if sealed is not None:
@@ -133,8 +140,13 @@ def free(pool: Pool, seq: int) -> None:
     pool.index.drop_root_if_unused(table.root)
 
 
-def fork(pool: Pool, item: Fork) -> None:
-    """A child that shares the parent's first `at` tokens. Takes no block."""
+def fork(pool: Pool, item: Fork, changes: list[Change]) -> None:
+    """A child that shares the parent's first `at` tokens. Takes no block.
+
+    The child's whole table goes into the reply, because the parent's may change before and after in one step.
+    Only a last block can be made private again: an executor that was granted blocks past the one it is
+    filling, and left them empty, must not fork inside the one it is filling.
+    """
     parent = pool.sequences[item.parent]
     at, size = item.at, pool.block_size
     blocks = parent.blocks[: -(-at // size)]
@@ -148,6 +160,8 @@ def fork(pool: Pool, item: Fork) -> None:
     if not parent.kin:
         parent.kin.append(parent)
     parent.tokens = max(parent.tokens, at)
+    if at % size and len(blocks) == len(parent.blocks):
+        parent.lent = True
     parent.root.tables += 1
     child = Table(
         seq=item.child,
@@ -163,6 +177,8 @@ def fork(pool: Pool, item: Fork) -> None:
     )
     parent.kin.append(child)
     pool.sequences[item.child] = child
+    if blocks:
+        changes.append(Change(item.child, 0, blocks.copy()))
 
 
 def append(pool: Pool, item: Append, changes: list[Change], copies: list[Copy]) -> Refusal | None:
@@ -174,8 +190,10 @@ def append(pool: Pool, item: Append, changes: list[Change], copies: list[Copy]) 
         return None
     new = -(-upto // size) - have
     copied = 0
-    # The last block is written to when it is not full, or when less of it is in use than was asked before.
-    if have and (table.tokens % size or upto <= table.tokens):
+    # The last block is written to when it is not full. It may be less full than was asked for, which shows
+    # when less is asked now; when in doubt after a fork, take it as not full.
+    partial = table.tokens % size or upto <= table.tokens or table.lent
+    if have and partial and table.computed < have * size:
         last = blocks[-1]
         if pool.refs[last] > 1 or pool.nodes[last] is not None:
             copied = 1
@@ -196,7 +214,7 @@ def append(pool: Pool, item: Append, changes: list[Change], copies: list[Copy]) 
         changes.append(Change(item.seq, have - copied, blocks[have - copied :]))
     if upto > table.tokens:
         table.tokens = upto
-    table.borrowed = False
+    table.borrowed = table.lent = False
     return None
 
 

@@ -38,7 +38,8 @@ def spec(num_blocks: int = 11, block_size: int = 4, name: str = "p") -> PoolSpec
 
 
 def memory(**kwargs: Any) -> Memory:
-    return Memory(**({"boot_id": "boot", "epoch": 7, "key": KEY} | kwargs))
+    given: dict[str, Any] = {"boot_id": "boot", "epoch": 7, "key": KEY}
+    return Memory(**(given | kwargs))
 
 
 class Driver:

@@ -28,7 +28,7 @@ def test_a_pool_held_by_a_living_instance_is_busy_until_its_lease_ends() -> None
     assert isinstance(reply, Rejected)
     assert reply.code == Code.POOL_BUSY
     assert isinstance(one.memory.handle(3.0, Register((1, 0), OTHER, one.spec)), Registered)
-    assert one.send() == one.rejected()
+    assert one.rejected().code == Code.FENCED
     assert [ended.reason for ended in one.memory.tick(3.0)] == ["lease"]
 
 
