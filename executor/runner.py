@@ -86,6 +86,15 @@ class Runner:
         last = torch.tensor(ends, device=self._device)
         return sample(self._model.logits(hidden[last]), draws)
 
+    @torch.inference_mode()
+    def compute(self, rows: Sequence[Row]) -> torch.Tensor:
+        """[tokens, hidden]: the model's state after its last layer for every token of the rows.
+
+        Raises:
+            ValueError: as `run`.
+        """
+        return self._model.forward(self._batch(rows), self.kv.keys, self.kv.values)
+
     def warm_up(self) -> None:
         """Run one prompt and one decode step in block 1, so that the first request does not pay for it.
 

@@ -37,7 +37,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def config_json(architecture: str, **overrides: Any) -> dict[str, Any]:
-    """The config.json of a tiny model; an override of None leaves the key out."""
+    """The config.json of a tiny model; an override of `...` leaves its key out."""
     raw = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -59,7 +59,7 @@ def config_json(architecture: str, **overrides: Any) -> dict[str, Any]:
         "torch_dtype": "float32",
         **overrides,
     }
-    return {key: value for key, value in raw.items() if value is not None}
+    return {key: value for key, value in raw.items() if value is not ...}
 
 
 def write_tiny_model(
@@ -72,7 +72,7 @@ def write_tiny_model(
         architecture: a key of `ARCHITECTURES`.
         seed: of the random weights.
         shards: files the weights are split into; above 1 with an index.
-        overrides: keys of config.json; None leaves one out.
+        overrides: keys of config.json; `...` leaves one out.
     """
     path.mkdir(parents=True, exist_ok=True)
     raw = config_json(architecture, **overrides)
