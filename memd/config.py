@@ -29,15 +29,15 @@ def parse_reserve(text: str) -> tuple[str, float]:
     """`tenant=share` as a pair; the tenant may hold any character but the last `=` ends it.
 
     Raises:
-        ValueError: no share, or one outside 0..1.
+        ValueError: no share, or one below 0, or 1 and above.
     """
     tenant, separator, share = text.rpartition("=")
     try:
         value = float(share)
     except ValueError:
         value = -1.0
-    if not separator or not 0 <= value <= 1:
-        raise ValueError("must be TENANT=SHARE with a share from 0 to 1, such as acme=0.2")
+    if not separator or not 0 <= value < 1:
+        raise ValueError("must be TENANT=SHARE with a share from 0 to below 1, such as acme=0.2")
     if len(tenant) > 64:
         raise ValueError("has a tenant of more than 64 characters")
     return tenant, value
@@ -47,8 +47,8 @@ def _check_reserves(entries: tuple[str, ...]) -> None:
     pairs = [parse_reserve(entry) for entry in entries]
     if len({tenant for tenant, _ in pairs}) < len(pairs):
         raise ValueError("names a tenant twice")
-    if sum(share for _, share in pairs) > 1:
-        raise ValueError("reserves more than the whole pool: the shares must sum to at most 1")
+    if sum(share for _, share in pairs) >= 1:
+        raise ValueError("reserves the whole pool: the shares together must stay below 1")
 
 
 @dataclass(frozen=True, slots=True)
