@@ -35,13 +35,9 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._pending: list[int] = []  # fed since the last text
-        context = list(prompt[-CONTEXT_TOKENS:])
-        # A context that ends inside a character cannot be told from one whose text ends in U+FFFD.
-        while context and self._decode(context).endswith(_BROKEN):
-            context.pop()
         self._context: list[int]
         self._stream: DecodeStream
-        self._restart(context)
+        self._restart(self._tail(prompt))
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text these tokens complete; empty while a character is unfinished."""
@@ -67,6 +63,17 @@ class Detokenizer:
         text = self._text_after(self._context, self._pending)
         self._restart([])
         return text
+
+    def _tail(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, from the beginning of a character on, to the end of one."""
+        for length in range(CONTEXT_TOKENS, CONTEXT_TOKENS + _CHARACTER_TOKENS):
+            context = list(prompt[-length:])
+            if not self._decode(context).endswith(_BROKEN):
+                return context
+        # It ends inside a character, or in a U+FFFD of its own: the two look the same.
+        while context and self._decode(context).endswith(_BROKEN):
+            context.pop()
+        return context
 
     def _restart(self, context: list[int]) -> None:
         self._context = context  # what the window holds before the pending ones
