@@ -191,9 +191,9 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         if answer.status < 400:
             raise
         error = _from_aiohttp(request, answer)
-    except ConnectionError:
-        raise  # the client left; nobody reads an answer
-    except Exception:
+    except Exception as unexpected:
+        if isinstance(unexpected, ConnectionError) and _client_left(request):
+            raise  # nobody reads an answer
         log.exception("unexpected error request=%s %s", request_id, _shown_path(request))
         if request.get(_STARTED):
             raise
@@ -211,6 +211,10 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         metrics.on_error(error.code or str(error.status))
     log.info("refused request=%s status=%d: %s", request_id, error.status, error.message)
     return error_response(error)
+
+
+def _client_left(request: web.BaseRequest) -> bool:
+    return request.transport is None or request.transport.is_closing()
 
 
 async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
@@ -251,8 +255,7 @@ def too_large(request: web.BaseRequest) -> ApiError:
     limit += " bytes" if limit.isdigit() else ""
     return ApiError(
         413,
-        f"The request body is larger than {limit}; send a shorter prompt "
-        "or raise --max-body.",
+        f"The request body is larger than {limit}; send a shorter prompt or raise --max-body.",
         code="body_too_large",
         headers={hdrs.CONNECTION: "close"},
     )

@@ -110,7 +110,7 @@ def _paths(app: web.Application, guarded: bool) -> dict[str, dict[str, Any]]:
         elif guarded:
             operation["responses"]["401"] = _problem(401)
         paths.setdefault(path, {})[route.method.lower()] = operation
-    return dict(sorted(paths.items()))
+    return paths
 
 
 def _operation(route: web.AbstractRoute, path: str) -> dict[str, Any]:

@@ -103,6 +103,22 @@ def test_after_the_first_byte_a_failure_cuts_the_connection_and_adds_no_second_r
     assert b"first" in raw
     assert not raw.endswith(b"0\r\n\r\n")  # the body is visibly incomplete
     assert b"secret" not in raw
+    assert b"x-request-id: req-" in raw.lower()
+
+
+def test_a_broken_connection_inside_the_server_is_not_taken_for_the_clients() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError("an inner one")
+
+    async def run() -> Answer:
+        config = load_config([], {})
+        app = build(config)
+        app.router.add_get("/inner", handler)
+        async with listening(app, config) as port:
+            return await call(port, "GET", "/inner")
+
+    answer = asyncio.run(run())
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
 
 
 def test_cancelling_a_handler_is_never_turned_into_a_response() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import time
+import timeit
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -118,7 +118,4 @@ def test_before_anything_happened_there_are_zeros_and_no_created_series() -> Non
 
 def test_a_scrape_is_cheap_enough_for_three_a_second() -> None:
     metrics = busy()
-    began = time.perf_counter()
-    for _ in range(20):
-        metrics.render()
-    assert (time.perf_counter() - began) / 20 < 0.05
+    assert min(timeit.repeat(metrics.render, number=1, repeat=20)) < 0.02
