@@ -23,6 +23,8 @@ Row = NDArray[np.float32]  # [vocab]
 Ids = NDArray[np.int64]
 
 _PREFIX = 256  # candidates ordered at first; eight times as many when they are not enough
+_LEAST = 1e-6  # smaller temperatures and repetition penalties act like this one
+_MOST = np.finfo(np.float32).max
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -52,10 +54,12 @@ def sample(logits: Tensor, draws: Sequence[tuple[int, Draw]]) -> list[Drawn]:
     finite = (torch.isfinite(lowest) & torch.isfinite(highest)).tolist()
     likeliest = logits.argmax(dim=-1).tolist()
     table = logits.numpy(force=True)
-    return [
-        _draw(table[row], draw, likeliest[row]) if finite[row] else Drawn(draw.seq, -1)
-        for row, draw in draws
-    ]
+    # Far below the peak, -inf after an overflow means what it should: no mass.
+    with np.errstate(over="ignore"):
+        return [
+            _draw(table[row], draw, likeliest[row]) if finite[row] else Drawn(draw.seq, -1)
+            for row, draw in draws
+        ]
 
 
 def _draw(raw: Row, draw: Draw, likeliest: int) -> Drawn:
@@ -90,8 +94,9 @@ def _adjusted(raw: Row, draw: Draw) -> Row:
         seen = np.unique(
             np.concatenate((_checked(draw.prompt, vocab), _checked(draw.output, vocab)))
         )
-        penalty = np.float32(sampling.repetition_penalty)
-        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+        penalty = np.float32(max(sampling.repetition_penalty, _LEAST))
+        scaled = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+        row[seen] = np.minimum(scaled, _MOST)
     if penalised:
         written, counts = np.unique(_checked(draw.output, vocab), return_counts=True)
         row[written] -= (sampling.presence_penalty + sampling.frequency_penalty * counts).astype(
@@ -123,7 +128,7 @@ def _pick(row: Row, sampling: Sampling, point: float) -> int:
     peak = row.max()
     if peak == -np.inf:
         return -1
-    scaled = (row - peak) / np.float32(sampling.temperature)
+    scaled = (row - peak) / np.float32(max(sampling.temperature, _LEAST))
     whole = 0.0 if sampling.top_k else float(np.exp(scaled).sum(dtype=np.float64))
     truncated = sampling.top_p < 1 or sampling.min_p > 0
     size = limit if sampling.top_k else min(limit, _PREFIX)
