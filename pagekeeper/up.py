@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shlex
 import signal
 import sys
@@ -25,6 +26,7 @@ from pagekeeper.progress import Progress, loading
 from pagekeeper.supervisor import BAD_SETTING, GaveUp, Spec, Supervisor, describe_status
 from wire.rpc import BadEndpoint, private_directory
 
+LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d [A-Z] \S+ ")  # of `wire.logs`: time, level, process
 POLL = 0.1  # seconds between two looks at whether the server is ready
 
 
@@ -171,7 +173,8 @@ class _Launch:
     def _explain(self, gave_up: GaveUp) -> None:
         lines = gave_up.lines or ("(it wrote nothing)",)
         if gave_up.status == BAD_SETTING:
-            print(f"pagekeeper: {gave_up.name} cannot start: {lines[-1]}", file=sys.stderr)
+            why = LOG_PREFIX.sub("", lines[-1]).removeprefix(f"{gave_up.name}: ")
+            print(f"pagekeeper: {gave_up.name} cannot start: {why}", file=sys.stderr)
             return
         print(
             f"pagekeeper: {gave_up.name} ended {gave_up.starts} times before it was ready "

@@ -23,7 +23,7 @@ from pagekeeper.up import up
 from tests.pagekeeper.fakes import three
 from wire.settings import Secret, Size
 
-DIES = "print('--model nowhere: no such file'); raise SystemExit(2)"
+DIES = "print('12:00:00 E executor-0 --model nowhere: no such file'); raise SystemExit(2)"
 
 
 def config(run_dir: Path) -> UpConfig:
