@@ -53,6 +53,7 @@ FORGOTTEN_S = 5.0  # an executor that says it has nothing to do does not run wha
 _HELLO_S = 0.5
 _MISMATCH_S = 5.0  # until an executor of another version is asked again
 _TICK_S = 0.25
+_SEEK_S = 0.05  # the same while there is no session: a restart should not be felt
 
 
 @dataclass(slots=True, frozen=True)
@@ -291,12 +292,12 @@ class Link:
 
     def _beat(self) -> None:
         now = self._loop.time()
-        self._timer = self._loop.call_later(_TICK_S, self._beat)
         if self._session is None:
-            if now - self._greeted >= _HELLO_S:
+            self._timer = self._loop.call_later(_SEEK_S, self._beat)
+            if now - self._greeted >= _HELLO_S and self._send(self._hello):
                 self._greeted = now
-                self._send(self._hello)
             return
+        self._timer = self._loop.call_later(_TICK_S, self._beat)
         if now - self._heard > SILENCE_S:
             self._receive()  # it may be this loop that was busy
         if now - self._heard > SILENCE_S:

@@ -71,17 +71,17 @@ async def serve(
     app = build_app(config)
     runner = GuardedRunner(app, config)
     try:
-        async with FakeExecutor(directory, card or make_card(), respond) as executor:
-            await runner.setup()
-            host, port = await runner.listen("127.0.0.1", 0)
-            url = f"http://{host}:{port}"
-            async with (
-                aiohttp.ClientSession() as http,
-                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
-            ):
-                await until(lambda: not app[ENGINE].not_ready())
-                yield Served(app, executor, url, http, client)
-            runner.stop_listening()
-            await runner.cleanup()
+        await runner.setup()
+        host, port = await runner.listen("127.0.0.1", 0)
+        url = f"http://{host}:{port}"
+        async with (
+            FakeExecutor(directory, card or make_card(), respond) as executor,
+            aiohttp.ClientSession() as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
+        ):
+            await until(lambda: not app[ENGINE].not_ready())
+            yield Served(app, executor, url, http, client)
     finally:
+        runner.stop_listening()
+        await runner.cleanup()
         shutil.rmtree(directory, ignore_errors=True)
