@@ -91,11 +91,12 @@ def be_hostile(rng: random.Random, naive: Naive) -> None:
             parts = {"frees": [seq.id, seq.id]}
             must(naive.refused(**parts).code == Code.DUPLICATE, "double free in one step")
         case 8 if seq is not None and seq.id not in naive.queue.commits:
+            past = len(seq.blocks) * naive.block_size + 1
             item = rng.choice(
                 (
                     Commit(seq.id, 1 << 20),
                     Commit(seq.id, seq.committed, b"odd"),
-                    Commit(seq.id, len(seq.blocks) * naive.block_size + 1, pack(range(4096))),
+                    Commit(seq.id, past, pack([0] * max(0, past - seq.sent))),
                 )
             )
             must(naive.refused(commits=[item]).code == Code.INVALID, "a bad commit")
