@@ -1,0 +1,58 @@
+"""Tokens as bytes, and tokenizers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gateway.vocabulary import OFF_LOOP_CHARS, BadTokenizer, Vocabulary
+from tests.fake_executor import byte_level_tokenizer
+from tests.gateway.test_detokenize import sentencepiece
+
+TEXT = "Hello 世界 🙂\n\x00é"
+
+
+def test_bytes_of_byte_level_tokens_join_to_the_text() -> None:
+    tokenizer = byte_level_tokenizer()
+    vocabulary = Vocabulary(tokenizer.to_str().encode())
+    ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    assert b"".join(map(vocabulary.token_bytes, ids)).decode() == TEXT
+
+
+def test_every_byte_is_some_token_of_a_byte_level_vocabulary() -> None:
+    vocabulary = Vocabulary(byte_level_tokenizer().to_str().encode())
+    singles = {vocabulary.token_bytes(id) for id in range(400)}
+    assert {bytes([byte]) for byte in range(256)} <= singles
+
+
+def test_bytes_of_sentencepiece_tokens_join_to_the_text_after_its_space() -> None:
+    tokenizer = sentencepiece()
+    vocabulary = Vocabulary(tokenizer.to_str().encode())
+    ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    assert b"".join(map(vocabulary.token_bytes, ids)).decode() == " " + TEXT
+
+
+def test_special_tokens_are_their_own_text_and_unknown_ids_have_none() -> None:
+    vocabulary = Vocabulary(byte_level_tokenizer().to_str().encode())
+    end = vocabulary.tokenizer.token_to_id("<|im_end|>")
+    assert end is not None
+    assert vocabulary.token_bytes(end) == b"<|im_end|>"
+    assert vocabulary.token_bytes(10**6) == b""
+
+
+def test_a_tokenizers_own_truncation_and_padding_are_switched_off() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    vocabulary = Vocabulary(tokenizer.to_str().encode())
+    for text in ("the quick brown fox", "fox " * OFF_LOOP_CHARS):
+        ids = asyncio.run(vocabulary.encode(text, False))
+        assert vocabulary.decode(ids) == text
+    vocabulary.close()
+
+
+@pytest.mark.parametrize("junk", [b"", b"{}", b"\xff\xfe", b'{"version":"1.0","model":5}'])
+def test_bytes_that_are_no_tokenizer_are_refused(junk: bytes) -> None:
+    with pytest.raises(BadTokenizer, match="cannot be read"):
+        Vocabulary(junk)
