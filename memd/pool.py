@@ -13,7 +13,7 @@ is, and always younger in the eviction order: children never outlive parents.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from memd.prefix import Lru, Node, PrefixIndex
@@ -181,15 +181,22 @@ class Pool:
 
     def release(self, block: int) -> None:
         """Drop one reference; the last one makes a sealed block cached and another one free."""
-        refs = self.refs[block] - 1
-        self.refs[block] = refs
-        if not refs:
-            node = self.nodes[block]
-            if node is None:
-                self.free.append(block)
-            else:
-                self._stamp += 1
-                node.root.lru[block] = self._stamp
+        self.release_all((block,))
+
+    def release_all(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each, the last first, so that a chain's tail is evicted before its head."""
+        refs, nodes, stamp = self.refs, self.nodes, self._stamp
+        for block in reversed(blocks):
+            left = refs[block] - 1
+            refs[block] = left
+            if not left:
+                node = nodes[block]
+                if node is None:
+                    self.free.append(block)
+                else:
+                    stamp += 1
+                    node.root.lru[block] = stamp
+        self._stamp = stamp
 
     def release_source(self, block: int) -> None:
         """Drop one reference of a block that this step copies from: it must not be handed out yet."""

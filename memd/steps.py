@@ -13,6 +13,7 @@ from struct import iter_unpack
 from memd import tables
 from memd.pool import Pool
 from memd.prefix import TOKEN_BYTES
+from memd.tables import Table
 from wire.errors import Code
 from wire.memory import Admit, Admitted, Change, Commit, Copy, Refusal, Step, Usage
 
@@ -59,45 +60,43 @@ def _repeated(ids: list[int]) -> int:
 
 
 def _bad_commits(pool: Pool, commits: list[Commit]) -> Problem | None:
-    size = pool.block_size
-    most = pool.total * size
-    sequences = pool.sequences
-    if len(commits) > 1:
-        ids = [item.seq for item in commits]
-        if len(set(ids)) != len(ids):
-            return _twice(_repeated(ids), "commits")
+    size, sequences = pool.block_size, pool.sequences
+    most = pool.total * size * TOKEN_BYTES
+    if len(commits) > 1 and len({item.seq for item in commits}) != len(commits):
+        return _twice(_repeated([item.seq for item in commits]), "commits")
     for item in commits:
         table = sequences.get(item.seq)
         if table is None:
             return _unknown(item.seq, "a commit")
-        computed = item.computed
-        sent = len(item.tokens)
-        if sent % TOKEN_BYTES:
-            return Code.INVALID, (
-                f"commit of sequence {item.seq} carries {sent} bytes of tokens; ids are 4 bytes each"
-            )
-        if computed < table.computed:
-            return Code.INVALID, (
-                f"commit of sequence {item.seq} goes back from {table.computed} to {computed} tokens"
-            )
-        known = (len(table.known) + sent) // TOKEN_BYTES
-        if computed > known:
-            return Code.INVALID, (
-                f"commit of sequence {item.seq} says {computed} tokens are computed but only {known} ids "
-                "are known; send the ids with it"
-            )
+        computed, sent = item.computed, len(item.tokens)
         room = table.tokens if table.borrowed else len(table.blocks) * size
-        if computed > room:
-            return Code.INVALID, (
-                f"commit of sequence {item.seq} says {computed} tokens are computed, past its room of "
-                f"{room}; append first"
-            )
-        if known > most:
+        if (
+            not table.computed <= computed <= room
+            or not computed * TOKEN_BYTES <= len(table.known) + sent <= most
+            or sent % TOKEN_BYTES
+        ):
             return (
                 Code.INVALID,
-                f"sequence {item.seq} has {known} ids, more than the pool's {most} slots",
+                f"commit of sequence {item.seq} {_why_bad(table, item, room, most)}",
             )
     return None
+
+
+def _why_bad(table: Table, item: Commit, room: int, most: int) -> str:
+    """The first rule an invalid commit breaks; `most` is the pool in bytes of token ids."""
+    computed, sent = item.computed, len(item.tokens)
+    if sent % TOKEN_BYTES:
+        return f"carries {sent} bytes of tokens; ids are {TOKEN_BYTES} bytes each"
+    if computed < table.computed:
+        return f"goes back from {table.computed} to {computed} tokens; it can only rise"
+    if computed > room:
+        return f"says {computed} tokens are computed, past its room of {room}; append first"
+    known = (len(table.known) + sent) // TOKEN_BYTES
+    if computed > known:
+        return (
+            f"says {computed} tokens are computed but {known} ids are known; send the ids with it"
+        )
+    return f"brings it to {known} ids, more than the pool's {most // TOKEN_BYTES} slots"
 
 
 def _bad_fills(pool: Pool, step: Step) -> Problem | None:
@@ -147,11 +146,10 @@ def _bad_growth(pool: Pool, step: Step) -> Problem | None:
         if fork.child in born or (fork.child in sequences and fork.child not in dead):
             return Code.DUPLICATE, f"fork's child {fork.child} is an id in use; take a new one"
         born[fork.child] = fork.at
-    if len(step.appends) > 1:
-        ids = [item.seq for item in step.appends]
-        if len(set(ids)) != len(ids):
-            return _twice(_repeated(ids), "appends")
-    for item in step.appends:
+    appends = step.appends
+    if len(appends) > 1 and len({item.seq for item in appends}) != len(appends):
+        return _twice(_repeated([item.seq for item in appends]), "appends")
+    for item in appends:
         if (item.seq not in sequences or item.seq in dead) and item.seq not in born:
             return _unknown(item.seq, "an append")
     admitted: set[int] = set()

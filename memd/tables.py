@@ -131,9 +131,7 @@ def free(pool: Pool, seq: int) -> None:
     table = pool.sequences.pop(seq, None)
     if table is None:
         return
-    release = pool.release
-    for block in reversed(table.blocks):
-        release(block)
+    pool.release_all(table.blocks)
     if table.kin:
         table.kin.remove(table)
     table.root.tables -= 1
@@ -200,7 +198,7 @@ def append(pool: Pool, item: Append, changes: list[Change], copies: list[Copy]) 
     need = new + copied
     if need > 0:
         lru = table.root.lru
-        if need > len(pool.free) and need > (available := pool.available(lru)):
+        if need > pool.free_blocks() and need > (available := pool.available(lru)):
             never = have + new > pool.most_for(lru)
             return Refusal(item.seq, Code.NEVER_FITS if never else Code.NO_BLOCKS, need, available)
         if copied:

@@ -48,8 +48,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a block that is still shared is given up": (
         "pool",
-        "        if not refs:\n            node",
-        "        if refs <= 1:\n            node",
+        "if not left:",
+        "if left <= 1:",
     ),
     "a lookup does not compare tokens": (
         "prefix",
@@ -118,9 +118,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES) + 1",
     ),
     "a chain is freed head first": (
-        "tables",
-        "for block in reversed(table.blocks):",
-        "for block in table.blocks:",
+        "pool",
+        "for block in reversed(blocks):",
+        "for block in blocks:",
     ),
     "the youngest block is evicted": (
         "pool",
@@ -190,7 +190,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (last := max(frees)) > pool.highest:",
         "if (last := max(frees)) < 0:",
     ),
-    "a commit may run ahead of the table": ("steps", "if computed > room:", "if False:"),
+    "a commit may run ahead of the table": ("steps", "<= computed <= room", "<= computed"),
     "a repeated step is done again": (
         "core",
         "if step.number != pool.number + 1:",
