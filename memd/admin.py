@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -15,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 from prometheus_client.exposition import choose_encoder
 
@@ -24,6 +26,8 @@ from memd.config import Config
 from memd.invariants import Broken
 from memd.pool import Pool
 from memd.server import Server
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MOST_CONNECTIONS = 256
@@ -53,6 +57,12 @@ class Failure(Exception):
     def response(self) -> web.Response:
         body = {"error": {"code": self.code, "message": self.message}}
         return _json(body, self.status, self.headers)
+
+
+def _own_fault(record: logging.LogRecord) -> bool:
+    """Leaves out aiohttp's error and traceback for each request that is no HTTP: anybody can send those."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 class NoQuery(Struct, forbid_unknown_fields=True):
@@ -138,9 +148,11 @@ class Admin:
                 web.post("/v1/audit", self.audit),
             ]
         )
+        log.addFilter(_own_fault)
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=log,
             handle_signals=False,
             handler_cancellation=True,
             keepalive_timeout=30,
