@@ -72,7 +72,8 @@ class Commit(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Fork(Struct, frozen=True, array_like=True, gc=False):
-    """`child` starts with the first `at` tokens of `parent`, sharing its blocks by reference."""
+    """`child` starts with the first `at` tokens of `parent`, sharing its blocks by reference. A `Change` in
+    the reply has the child's whole table, since the parent's may change before and after the fork."""
 
     parent: SeqId
     child: SeqId
