@@ -20,8 +20,6 @@ COPY executor executor
 RUN python -m pip --python /opt/pagekeeper/bin/python install --no-deps .
 
 FROM python:3.11-slim-bookworm
-# A C++ compiler: the native CPU step is built for the processor it finds, at first use.
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 # One user id in all images: the sockets lie in a directory that only their owner may enter.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin pagekeeper \
  && install -d -m 0700 -o pagekeeper -g pagekeeper /run/pagekeeper /var/cache/pagekeeper
