@@ -109,8 +109,10 @@ class PrefixIndex:
         return root
 
     def drop_root_if_unused(self, root: Root) -> None:
+        """Forget a tenant that has neither sequences nor sealed blocks."""
         if root.tables == 0 and not root.children:
-            self.roots.pop(root.tenant, None)
+            del self.roots[root.tenant]
+            del root.root  # a cycle, and memd rarely runs Python's collector
 
     def find(self, parent: Node, tokens: bytes) -> Node | None:
         """The node with exactly this content."""

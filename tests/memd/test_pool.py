@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from tests.memd.driver import Driver, memory, pack
@@ -96,3 +98,20 @@ def test_reserves_hold_while_two_tenants_admit_in_one_step() -> None:
     )
     assert not reply.refused
     assert one.table(3) == [3]
+
+
+def test_finished_sequences_and_evicted_blocks_leave_no_cycles_to_collect() -> None:
+    """memd's server runs Python's collector only when a pool ends."""
+    one = Driver(6)
+    gc.collect()
+    gc.disable()
+    try:
+        for seq in range(1, 200, 2):
+            one.admit(seq, [seq % 5] * 9, tenant=str(seq % 3))
+            one.commit(seq, 9)
+            one.fork(seq, seq + 1, 7)
+            one.free(seq, seq + 1)
+        assert one.pool.counters.evictions > 50
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
