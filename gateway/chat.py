@@ -12,7 +12,7 @@ from aiohttp import web
 
 from gateway.auth import KEY_ID, TENANT
 from gateway.choice import Piece, TokenEntry
-from gateway.engine import ENGINE, Model
+from gateway.engine import ENGINE
 from gateway.errors import ApiError, decode_body
 from gateway.generation import Generation, Job, collect, stream
 from gateway.limits import ADMISSION
@@ -40,6 +40,7 @@ from gateway.parameters import (
     stop_strings,
     unsupported,
 )
+from gateway.served import Model
 from gateway.sse import event, json_text
 from gateway.template import RenderError
 from gateway.vocabulary import Vocabulary

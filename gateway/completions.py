@@ -13,7 +13,7 @@ from aiohttp import web
 from gateway.auth import KEY_ID, TENANT
 from gateway.choice import Piece, TokenEntry
 from gateway.config import CONFIG
-from gateway.engine import ENGINE, Model
+from gateway.engine import ENGINE
 from gateway.errors import ApiError, decode_body
 from gateway.generation import Generation, Job, collect, stream
 from gateway.limits import ADMISSION
@@ -38,6 +38,7 @@ from gateway.parameters import (
     stop_strings,
     unsupported,
 )
+from gateway.served import Model
 from gateway.sse import DONE, EventStream, event, json_text
 from gateway.vocabulary import Vocabulary
 

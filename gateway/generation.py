@@ -6,6 +6,7 @@ aborts what is unfinished and records how it ended.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,18 @@ from aiohttp import web
 
 from gateway.choice import Choice, Piece
 from gateway.config import CONFIG
-from gateway.engine import Engine, Inbox, Model, SubmitOptions
-from gateway.errors import ApiError, from_refusal
+from gateway.engine import Engine
+from gateway.errors import REQUEST_ID, ApiError, from_refusal
+from gateway.inbox import Inbox
 from gateway.limits import Ticket
+from gateway.link import SubmitOptions
 from gateway.metrics import METRICS, Metrics
 from gateway.openai import PromptTokensDetails, Usage
+from gateway.served import Model
 from gateway.sse import DONE, PING, PING_S, EventStream
-from wire.errors import Refused
+from wire.errors import Code, Refused
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -191,11 +197,23 @@ async def stream(
         while not generation.finished:
             await events.send(b"".join(map(render, pieces)) or PING)
             pieces = await generation.next(PING_S)
+        closing = [*map(render, pieces), last(generation.usage()) if last else b"", DONE]
+        await events.send(b"".join(closing))
     except ApiError as error:
-        request.app[METRICS].on_error(error.code or str(error.status))
-        await events.fail(error)
-        return response
-    closing = [*map(render, pieces), last(generation.usage()) if last else b"", DONE]
-    await events.send(b"".join(closing))
+        return await _fail(request, events, response, error)
+    except ConnectionError:
+        raise  # the client left
+    except Exception:
+        log.exception("unexpected error in a stream request=%s", request[REQUEST_ID])
+        message = f"The server hit an unexpected error (request id {request[REQUEST_ID]}); retry."
+        return await _fail(request, events, response, from_refusal(Code.INTERNAL, message))
     await events.close()
+    return response
+
+
+async def _fail(
+    request: web.Request, events: EventStream, response: web.StreamResponse, error: ApiError
+) -> web.StreamResponse:
+    request.app[METRICS].on_error(error.code or str(error.status))
+    await events.fail(error)
     return response

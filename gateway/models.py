@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from gateway.engine import ENGINE, Model
+from gateway.engine import ENGINE
 from gateway.openai import ModelList, ModelObject
 from gateway.parameters import require_model
+from gateway.served import Model
 
 
 def _describe(model: Model) -> ModelObject:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from gateway.engine import Engine, Model, SubmitOptions
+from gateway.engine import Engine
 from gateway.errors import ApiError, from_refusal
+from gateway.link import SubmitOptions
 from gateway.openai import GenerationRequest
+from gateway.served import Model
 from wire.errors import Refused
 from wire.sampling import MAX_LOGIT_BIAS, MAX_STOP_IDS, Bias, Sampling
 

@@ -11,6 +11,8 @@ import pytest
 from openai import AsyncStream
 from openai.types.chat import ChatCompletionChunk
 
+from gateway.chat import ChatChunks
+from gateway.choice import Piece
 from tests.fake_executor import Script, byte_level_tokenizer, make_card
 from tests.gateway.serving import Served, run, serve, until
 from wire.errors import Code, Refused
@@ -389,6 +391,26 @@ def test_a_failure_after_the_first_token_is_an_error_event_and_the_end() -> None
                     pass
             status, answer = await served.post(URL, {"messages": HI})
             assert (status, answer["error"]["code"]) == (500, "non_finite_logits")
+
+    run(test())
+
+
+def test_a_bug_after_the_first_token_is_an_error_event_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    render = ChatChunks.render
+
+    def broken(self: ChatChunks, piece: Piece) -> bytes:
+        if piece.finish:
+            raise KeyError("a bug")
+        return render(self, piece)
+
+    monkeypatch.setattr(ChatChunks, "render", broken)
+
+    async def test() -> None:
+        async with serve(_saying("Hello world")) as served:
+            raw = await served.raw(URL, {"messages": HI, "stream": True})
+            *_, last, _end = raw.split(b"\n\n")
+            assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+            assert b"a bug" not in raw
 
     run(test())
 

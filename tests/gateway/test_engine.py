@@ -13,8 +13,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from gateway import engine, generation
-from gateway.engine import ENGINE, Inbox, Link, SubmitOptions
+from gateway import generation, link
+from gateway.engine import ENGINE
+from gateway.inbox import Inbox, Submission
 from gateway.limits import ADMISSION
 from tests.fake_executor import FakeExecutor, Script, byte_level_tokenizer, make_card
 from tests.gateway.serving import Served, run, serve, until
@@ -125,7 +126,7 @@ def test_a_session_the_executor_forgot_is_opened_again() -> None:
 def test_a_request_the_executor_lost_track_of_does_not_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "FORGOTTEN_S", 0.3)
+    monkeypatch.setattr(link, "FORGOTTEN_S", 0.3)
 
     async def test() -> None:
         async with serve(_nothing_yet) as served:
@@ -296,18 +297,16 @@ class _Sink:
         self.aborted.append(id)
 
 
-def _submission(inbox: Inbox, link: Any, id: int, base: int, n: int) -> engine._Submission:
-    submission = engine._Submission(link, id, inbox, base, n, 0.0)
-    inbox._add(submission)
-    return submission
+def _submit(inbox: Inbox, sink: _Sink, id: int, base: int, n: int) -> None:
+    inbox.add(Submission(sink, id, inbox, base, n, 0.0))
 
 
 def test_an_inbox_merges_what_is_not_taken_in_time() -> None:
     async def test() -> None:
         inbox = Inbox(asyncio.get_running_loop())
-        inbox._put(0, Delta(1, 0, [1], "", 5, [TokenLogprobs(-1)]))
-        inbox._put(1, Delta(1, 1, [7]))
-        inbox._put(0, Delta(1, 0, [2, 3], "length", 0, [TokenLogprobs(-2), TokenLogprobs(-3)]))
+        inbox.put(0, Delta(1, 0, [1], "", 5, [TokenLogprobs(-1)]))
+        inbox.put(1, Delta(1, 1, [7]))
+        inbox.put(0, Delta(1, 0, [2, 3], "length", 0, [TokenLogprobs(-2), TokenLogprobs(-3)]))
         taken = dict(await inbox.take(1))
         logprobs = [TokenLogprobs(-1), TokenLogprobs(-2), TokenLogprobs(-3)]
         assert taken == {
@@ -321,7 +320,7 @@ def test_an_inbox_merges_what_is_not_taken_in_time() -> None:
 def test_what_arrived_before_a_failure_is_taken_before_it() -> None:
     async def test() -> None:
         inbox = Inbox(asyncio.get_running_loop())
-        inbox._put(0, Delta(1, 0, [1]))
+        inbox.put(0, Delta(1, 0, [1]))
         inbox.fail(Refused(Code.LOST, "first"))
         inbox.fail(Refused(Code.INTERNAL, "second"))
         assert await inbox.take(1) == [(0, Delta(1, 0, [1]))]
@@ -334,8 +333,8 @@ def test_what_arrived_before_a_failure_is_taken_before_it() -> None:
 def test_a_submission_is_aborted_when_none_of_its_choices_is_needed() -> None:
     async def test() -> None:
         inbox, sink = Inbox(asyncio.get_running_loop()), _Sink()
-        _submission(inbox, sink, 1, 0, 2)
-        _submission(inbox, sink, 2, 2, 1)
+        _submit(inbox, sink, 1, 0, 2)
+        _submit(inbox, sink, 2, 2, 1)
         inbox.finish(0)
         assert sink.aborted == []
         inbox.finish(1)
@@ -349,7 +348,7 @@ def test_a_submission_is_aborted_when_none_of_its_choices_is_needed() -> None:
 def test_an_abort_the_socket_does_not_take_is_sent_later() -> None:
     async def test() -> None:
         async with serve(_endless) as served:
-            link: Link = served.app[ENGINE].links[0]
+            link = served.app[ENGINE].links[0]
             stream = await _open(served)
             send = link._send
             link._send = lambda message: not isinstance(message, Abort) and send(message)  # type: ignore[method-assign]
@@ -378,7 +377,7 @@ def test_ids_sent_to_executors_count_up_whatever_clients_send() -> None:
     async def test() -> None:
         async with serve() as served:
             inbox = served.app[ENGINE].open()
-            options = SubmitOptions(Sampling(seed=1))
+            options = link.SubmitOptions(Sampling(seed=1))
             served.app[ENGINE].submit(inbox, [[1], [2], [3]], options)
             await until(lambda: len(served.executor.submits) == 3)
             ids = [submit.id for submit in served.executor.submits]

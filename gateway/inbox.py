@@ -1,0 +1,116 @@
+"""What comes back for one HTTP request, which may be several submissions of several choices."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import msgspec
+
+from wire.errors import Refused
+from wire.generate import Delta
+
+
+class Aborts(Protocol):
+    """The part of a link an inbox needs."""
+
+    def abort(self, id: int) -> None:
+        """Nobody waits for request `id` any more. Harmless when it is finished."""
+
+
+class Submission:
+    """One `Submit` that is not finished yet."""
+
+    __slots__ = ("base", "id", "inbox", "link", "open", "touched")
+
+    def __init__(self, link: Aborts, id: int, inbox: Inbox, base: int, n: int, now: float) -> None:
+        self.link = link
+        self.id = id
+        self.inbox = inbox
+        self.base = base  # index of its first choice among the inbox's
+        self.open = set(range(n))  # choices that may still bring something
+        self.touched = now
+
+
+class Inbox:
+    """What comes back for one HTTP request: deltas by choice, or its failure.
+
+    Deltas that arrive faster than they are taken are merged, so an inbox holds at most one delta per
+    choice, and no more tokens than the request may generate.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[int, Delta] = {}
+        self._failure: Refused | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._until = 0.0  # when the waiter is to be woken without anything
+        self._submissions: list[Submission] = []
+
+    async def take(self, patience: float) -> list[tuple[int, Delta]]:
+        """All that has arrived, as (choice, delta); waits for something, about `patience` seconds at most.
+
+        Empty when nothing came. Raises:
+            Refused: the request failed; everything that arrived before was taken.
+        """
+        if not self._waiting and self._failure is None:
+            # No timer of its own: one for every token of every stream would cost more than the token.
+            self._until = self._loop.time() + patience
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._waiting:
+            taken = list(self._waiting.items())
+            self._waiting.clear()
+            return taken
+        if self._failure is not None:
+            raise self._failure
+        return []
+
+    def finish(self, choice: int) -> None:
+        """This choice needs nothing more (a stop string ended it). Other choices go on; a submission
+        none of whose choices is needed is aborted."""
+        self._waiting.pop(choice, None)
+        for submission in self._submissions:
+            index = choice - submission.base
+            if index in submission.open:
+                submission.open.discard(index)
+                if not submission.open:
+                    submission.link.abort(submission.id)
+
+    def close(self) -> None:
+        """Nothing is needed any more: abort what is unfinished. Harmless when repeated."""
+        for submission in self._submissions:
+            submission.link.abort(submission.id)
+        self._submissions.clear()
+        self._waiting.clear()
+
+    def add(self, submission: Submission) -> None:
+        self._submissions.append(submission)
+
+    def put(self, choice: int, delta: Delta) -> None:
+        if (earlier := self._waiting.get(choice)) is not None:
+            delta = msgspec.structs.replace(
+                delta,
+                tokens=earlier.tokens + delta.tokens,
+                cached=earlier.cached or delta.cached,
+                logprobs=earlier.logprobs + delta.logprobs,
+            )
+        self._waiting[choice] = delta
+        self._wake()
+
+    def fail(self, failure: Refused) -> None:
+        """End the request; the first failure is the one reported."""
+        self._failure = self._failure or failure
+        self._wake()
+
+    def tick(self, now: float) -> None:
+        """Called now and then: ends a wait that has lasted as long as it may."""
+        if now >= self._until:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,31 @@
+"""What an executor serves, made usable: its card, its tokenizer and its chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.template import ChatTemplate
+from gateway.vocabulary import Vocabulary
+from wire.generate import ModelCard
+
+
+@dataclass(slots=True, frozen=True)
+class Model:
+    """What an executor serves, made usable."""
+
+    card: ModelCard
+    vocabulary: Vocabulary
+    template: ChatTemplate | None  # None: it has no chat template
+
+
+def build_model(card: ModelCard) -> Model:
+    """Takes a while for a large tokenizer: not to be called on the loop.
+
+    Raises:
+        BadTokenizer, BadTemplate: the card cannot be used.
+    """
+    vocabulary = Vocabulary(card.tokenizer, card.bos_token, card.add_bos)
+    special = {"bos_token": card.bos_token, "eos_token": card.eos_token}
+    special |= {"pad_token": card.pad_token} if card.pad_token else {}
+    template = ChatTemplate(card.chat_template, special) if card.chat_template else None
+    return Model(card, vocabulary, template)
