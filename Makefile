@@ -41,8 +41,9 @@ format: install ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install ## measure this machine (bench/)
-	$(BIN)/python -m bench $(ARGS)
+bench: install ## measure this machine: every program of bench/
+	@for file in bench/[a-z]*.py; do \
+	  name=$$(basename $$file .py); echo "== bench.$$name"; $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
 clean: ## remove everything that was built or installed here
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
