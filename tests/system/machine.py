@@ -89,17 +89,29 @@ class Machine:
         return [[texts[i, choice] for choice in range(n)] for i in range(len(prompts))]
 
 
-def differences(expected: list[Text], got: list[Text]) -> tuple[list[str], list[str]]:
-    """(near-ties that fell the other way, real differences), each in a sentence."""
-    ties, wrong = [], []
+def differences(
+    expected: list[Text], got: list[Text], slack: int = 0
+) -> tuple[list[str], list[str]]:
+    """(near-ties that fell the other way, real differences), each in a sentence.
+
+    Args:
+        slack: token values that differ by no more are equal (when rounded likelihoods stand for ids).
+    """
+    ties: list[str] = []
+    wrong: list[str] = []
     for which, (right, other) in enumerate(zip(expected, got, strict=True)):
-        if right.tokens == other.tokens:
-            continue
+        if len(right.tokens) != len(other.tokens):
+            wrong.append(f"prompt {which}: {len(other.tokens)} tokens, not {len(right.tokens)}")
         at = next(
-            i
-            for i, pair in enumerate(zip(right.tokens, other.tokens, strict=False))
-            if pair[0] != pair[1]
+            (
+                i
+                for i, pair in enumerate(zip(right.tokens, other.tokens, strict=False))
+                if abs(pair[0] - pair[1]) > slack
+            ),
+            None,
         )
+        if at is None:
+            continue
         story = f"prompt {which} differs at token {at}, logit gap {right.gaps[at]:.2e}"
         (ties if right.gaps[at] <= NEAR_TIE else wrong).append(story)
     return ties, wrong

@@ -93,7 +93,9 @@ class Stack:
     def start(self, process: str, *more: str) -> None:
         """Start one of the three (again)."""
         log = self.logs.setdefault(process, self.run_dir / f"{process}.log")
-        command = [sys.executable, "-m", process, "--run-dir", str(self.run_dir)]
+        # The launcher's leash: no process outlives a test run, even one that is killed.
+        leash = [sys.executable, str(ROOT / "pagekeeper" / "leash.py"), str(os.getpid()), "0"]
+        command = [*leash, sys.executable, "-m", process, "--run-dir", str(self.run_dir)]
         with log.open("ab") as out:
             self.children[process] = subprocess.Popen(
                 [*command, *self.commands[process], *more],

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.system.machine import Text, differences
 from tests.system.stack import Stack, eventually, get_json, http_status
 
 pytestmark = pytest.mark.system
@@ -92,26 +93,52 @@ def test_killed_executor_ends_streams_with_an_error_and_comes_back(mortal: Stack
     assert text
 
 
+async def greedy(stack: Stack, prompt: list[int], tokens: int) -> Text:
+    """Tokens as their ids, with the gap between the two likeliest at each."""
+    text = Text()
+    async with openai.AsyncOpenAI(
+        base_url=stack.url + "/v1", api_key="-", max_retries=0, timeout=60
+    ) as client:
+        pieces = await client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=tokens,
+            temperature=0,
+            stream=True,
+            logprobs=2,
+            extra_body={"ignore_eos": True},
+        )
+        async for piece in pieces:
+            logprobs = piece.choices[0].logprobs if piece.choices else None
+            if logprobs is not None and logprobs.token_logprobs and logprobs.top_logprobs:
+                # A byte alone is no text, so its likelihood tells tokens apart.
+                text.tokens += [round(value * 1e3) for value in logprobs.token_logprobs]
+                for top in logprobs.top_logprobs:
+                    text.gaps.append(max(top.values()) - min(top.values()))
+    return text
+
+
 def test_killed_memd_loses_no_request_and_no_token(mortal: Stack) -> None:
     """CASES 21: executors register again, running requests are recomputed and finish right."""
 
-    async def together() -> list[str]:
-        ended = await asyncio.gather(*(stream(mortal, prompt, 900) for prompt in prompts(6)))
-        assert [failure for _, _, failure in ended] == [None] * 6
-        return [text for text, _, _ in ended]
+    async def together() -> list[Text]:
+        return await asyncio.gather(*(greedy(mortal, prompt, 300) for prompt in prompts(4)))
 
     expected = asyncio.run(together())
     epoch = get_json(mortal.admin + "/v1/state")["epoch"]
 
-    async def run() -> list[str]:
+    async def run() -> list[Text]:
         running = asyncio.create_task(together())
-        await asyncio.to_thread(eventually, lambda: mortal.used() > 20, 20, "streams hold blocks")
+        await asyncio.to_thread(eventually, lambda: mortal.used() > 15, 20, "streams hold blocks")
         mortal.kill("memd")
         await asyncio.sleep(0.3)
         mortal.start("memd")
-        return await asyncio.wait_for(running, 60)
+        return await asyncio.wait_for(running, 90)
 
-    assert asyncio.run(run()) == expected
+    got = asyncio.run(run())
+    assert [len(text.tokens) for text in got] == [300] * 4
+    _, wrong = differences(expected, got, slack=1)
+    assert not wrong
     assert get_json(mortal.admin + "/v1/state")["epoch"] > epoch
     eventually(lambda: mortal.used() == 0, 2, "no block is used")
     mortal.audit()
