@@ -142,11 +142,17 @@ def _index(pool: Pool) -> Iterator[str]:
 def _chains(pool: Pool) -> Iterator[str]:
     """A parent is indexed while a child is, referenced while a child is, and evicted after it."""
     index = pool.index
+    # All children of all nodes at once: a root can have so many that one search per child would never end.
+    offspring = {
+        child
+        for node in (*index.by_key.values(), *index.roots.values())
+        for child in node.offspring()
+    }
     for block, node in enumerate(pool.nodes):
         if node is None or node.parent is None:
             continue
         parent = node.parent
-        if node not in list(parent.offspring()):
+        if node not in offspring:
             yield f"block {block} is not among its parent's children"
         if node.root is not parent.root or node.root.lru is not pool.lru_of(node.root.tenant):
             yield f"block {block} belongs to two tenants"
