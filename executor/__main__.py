@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch
 
 from executor.accept import MAX_CONTEXT, Bounds
 from executor.config import Config, read
-from executor.engine import Engine
+from executor.engine import CARE_S, Engine, Stopped
 from executor.kv import block_bytes
 from executor.load import DEFAULT_MODEL, LoadedModel, load_model
 from executor.memory import RemoteMemory
@@ -26,6 +25,7 @@ from executor.runner import Runner
 from executor.scheduler import Scheduler
 from executor.server import Server
 from executor.weights import BadModel
+from executor.worker import Worker
 from wire import logs
 from wire.errors import Refused
 from wire.generate import MAX_TO_EXECUTOR, ModelCard
@@ -40,13 +40,15 @@ class CannotStart(Exception):
 
 
 def main() -> int:
-    """Exit status 0 after a drain, 1 when it could not start or broke; settings errors are 2."""
+    """Exit status 0 after a drain, 2 when a setting is at fault, so that the same again would end the same
+    way, 1 when it broke."""
     config = read()
     logs.configure(f"executor-{config.index}", config.log_level, config.log_format)
     try:
         return serve(config)
     except (CannotStart, BadEndpoint, BadModel, UnknownModel) as error:
         log.error("%s", error)
+        return 2
     except Refused as error:
         log.error("the memory daemon refused this executor: %s", error.message)
     except Exception:
@@ -61,20 +63,37 @@ def serve(config: Config) -> int:
     lock = _lock(directory / f"executor-{config.index}.lock")
     instance = uuid.uuid4().hex
     stopping = _Stopping()
-    limits = Limits(max_message=MAX_TO_EXECUTOR)
+    worker = Worker()
     try:
-        with Router(ipc(config.socket), limits) as router:
+        with Router(ipc(config.socket), Limits(max_message=MAX_TO_EXECUTOR)) as router:
             server = Server(router, instance)
-            loaded = _load(config, server, stopping)
-            if loaded is None:
-                return 0
+
+            def idle() -> None:
+                if stopping.count:
+                    raise Stopped
+                server.service()
+
+            loaded = worker.call(lambda: _load(config, server), idle, CARE_S)
+            runner = worker.call(lambda: _runner(config, loaded, server), idle, CARE_S)
             memory_socket = ipc(directory / "memd.sock")
             with Dealer(memory_socket, Limits(max_message=MAX_MESSAGE)) as dealer:
-                engine = _engine(config, loaded, server, dealer, instance)
+                memory = RemoteMemory(dealer, instance, _pool(config, loaded, runner))
+                scheduler = Scheduler(_bounds(config, loaded, runner))
+                engine = Engine(
+                    scheduler,
+                    memory,
+                    runner,
+                    server,
+                    worker=worker,
+                    drain_seconds=config.drain_seconds,
+                    step_timeout=config.step_timeout,
+                )
+                server.open(_card(config, loaded, scheduler.bounds), scheduler, engine.status)
                 stopping.then(engine.stop)
-                log.info("ready model=%s pool=%s", config.model, config.pool)
-                engine.run()
+                engine.run(lambda: log.info("ready model=%s pool=%s", config.model, config.pool))
                 time.sleep(0.05)  # zmq sends the last messages from its own thread
+    except Stopped:
+        pass
     finally:
         config.socket.unlink(missing_ok=True)
         os.close(lock)
@@ -115,13 +134,13 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _load(config: Config, server: Server, stopping: _Stopping) -> LoadedModel | None:
-    """Load on another thread, so that gateways hear meanwhile what is going on; None: told to stop."""
+def _load(config: Config, server: Server) -> LoadedModel:
+    """Runs on the worker, as everything of torch does; gateways hear meanwhile what is going on."""
     name = config.served_model_name or config.model
     if config.device == "cuda" and not torch.cuda.is_available():
         raise CannotStart("--device cuda: torch finds no usable GPU here; use --device cpu")
-    found: list[LoadedModel] = []
-    failed: list[BaseException] = []
+    if config.threads:
+        torch.set_num_threads(config.threads)
     shown = -1.0
 
     def progress(what: str, share: float) -> None:
@@ -131,43 +150,21 @@ def _load(config: Config, server: Server, stopping: _Stopping) -> LoadedModel | 
             shown = share
             log.info("loading %s %d%% (%s)", name, int(share * 100), what)
 
-    def work() -> None:
-        try:
-            found.append(
-                load_model(
-                    config.model, dtype=config.dtype, device=config.device, on_progress=progress
-                )
-            )
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work, name="load", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        if stopping.count:
-            return None
-        server.poll(50)
-        server.service()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+    return load_model(config.model, dtype=config.dtype, device=config.device, on_progress=progress)
 
 
-def _engine(
-    config: Config, loaded: LoadedModel, server: Server, dealer: Dealer, instance: str
-) -> Engine:
-    """Put the parts together, once the model is there."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+def _runner(config: Config, loaded: LoadedModel, server: Server) -> Runner:
+    """Allocates the KV tensors and warms up."""
+    server.reason = "warming up"
+    log.info("warming up")
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    bytes_per_block = block_bytes(loaded.config, config.block_size, dtype)
+    each = block_bytes(loaded.config, config.block_size, dtype)
     # The null block is allocated like the others and never granted.
-    num_blocks = (config.num_blocks or int(config.kv_memory) // bytes_per_block - 1) + 1
+    num_blocks = config.num_blocks + 1 if config.num_blocks else int(config.kv_memory) // each
     if num_blocks < 2:
         raise CannotStart(
-            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {bytes_per_block} "
-            "bytes, at least 2 are needed: give more memory or a smaller --block-size"
+            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {each} bytes, at least "
+            "2 are needed: give more memory or a smaller --block-size"
         )
     runner = Runner(
         loaded,
@@ -176,49 +173,50 @@ def _engine(
         device=config.device,
         dtype=dtype,
     )
-    server.reason = "warming up"
-    log.info("warming up")
     runner.warm_up()
-    card = _card(config, loaded, num_blocks - 1)
-    bounds = Bounds(
+    return runner
+
+
+def _pool(config: Config, loaded: LoadedModel, runner: Runner) -> PoolSpec:
+    """What memd is told of the KV tensors."""
+    return PoolSpec(
+        name=config.pool,
+        model=loaded.digest,
+        dtype=config.dtype,
         block_size=config.block_size,
-        blocks=num_blocks - 1,
-        context=card.context_length,
-        vocab=card.vocab_size,
-        end_ids=card.eos_ids,
+        num_blocks=runner.kv.num_blocks,
+        block_bytes=runner.block_bytes,
+    )
+
+
+def _bounds(config: Config, loaded: LoadedModel, runner: Runner) -> Bounds:
+    """What requests may ask for."""
+    context = loaded.card.context_length
+    return Bounds(
+        block_size=config.block_size,
+        blocks=runner.kv.num_blocks - 1,
+        context=min(context, config.max_model_len or context, MAX_CONTEXT),
+        vocab=loaded.card.vocab_size,
+        end_ids=loaded.card.eos_ids,
         step_tokens=config.max_step_tokens,
         sequences=config.max_sequences,
         waiting=config.max_waiting,
         waiting_tokens=config.max_waiting_tokens,
     )
-    pool = PoolSpec(
-        config.pool, loaded.digest, config.dtype, config.block_size, num_blocks, bytes_per_block
-    )
-    scheduler = Scheduler(bounds)
-    engine = Engine(
-        scheduler,
-        RemoteMemory(dealer, instance, pool),
-        runner,
-        server,
-        drain_seconds=config.drain_seconds,
-    )
-    server.open(card, scheduler, engine.status)
-    return engine
 
 
-def _card(config: Config, loaded: LoadedModel, blocks: int) -> ModelCard:
+def _card(config: Config, loaded: LoadedModel, bounds: Bounds) -> ModelCard:
     """What gateways are told of the model."""
     card = loaded.card
     own_name = DEFAULT_MODEL if config.model == DEFAULT_MODEL else card.name
-    context = min(card.context_length, config.max_model_len or card.context_length, MAX_CONTEXT)
     return ModelCard(
         name=config.served_model_name or own_name,
         root=card.root,
         created=int(time.time()),
         architecture=card.architecture,
         dtype=config.dtype,
-        context_length=context,
-        pool_tokens=blocks * config.block_size,
+        context_length=bounds.context,
+        pool_tokens=bounds.blocks * bounds.block_size,
         block_size=config.block_size,
         vocab_size=card.vocab_size,
         tokenizer=card.tokenizer,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from wire.sampling import MAX_CHOICES
 
+START_TOKENS = 128  # of the first steps, until the device's speed is known
+
 
 def share(wants: list[list[int]], budget: int) -> list[list[int]]:
     """Tokens each sequence computes in this step; a group gets something for all members or nothing.
@@ -43,12 +45,18 @@ class Pace:
     """Keeps steps short enough for the lease: while the device computes, nobody else renews it.
 
     A step that took more than a quarter of the lease shrinks the budget of the next ones in proportion; full
-    steps that took less than a twelfth let it grow again.
+    steps that took less than a twelfth let it grow again. It starts low, since nobody knows yet how fast the
+    device is: losing the lease in the first step would cost more.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._now = most
+        self._now = min(most, START_TOKENS)
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of the next step."""
+        return self._now
 
     def next(self, tokens: int, seconds: float, lease: float) -> int:
         """Most tokens of the next step, after one of `tokens` took `seconds`."""
@@ -56,5 +64,5 @@ class Pace:
             fits = int(tokens * (lease / 6) / seconds)
             self._now = max(MAX_CHOICES, min(self._now, fits))
         elif self._now < self._most and seconds < lease / 12 and tokens >= self._now * 3 // 4:
-            self._now = min(self._most, self._now + max(1, self._now // 4))
+            self._now = min(self._most, self._now * 2)
         return self._now

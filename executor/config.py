@@ -49,6 +49,9 @@ class Config:
         "", "name of the pool at memd; empty: the model's name and --index", check=_check_name
     )
     drain_seconds: float = flag(30.0, "after SIGTERM, time to finish what runs", least=0)
+    step_timeout: float = flag(
+        120.0, "seconds after which a step is taken for stuck and the executor ends", least=1
+    )
     log_level: LogLevel = flag("info", "least severe log line that is written")
     log_format: LogFormat = flag("text", "lines for people, or JSON objects for machines")
 

@@ -1,6 +1,7 @@
-"""The step loop: one thread, so that the order of events is the order of the program.
+"""The step loop: one thing after the other, so that the order of events is the order of the program.
 
-While the device computes plan k, memd already answers for step k+1; see `turn`.
+While the device computes plan k, memd already answers for step k+1; see `turn`. A long step or a silent memd
+does not stop the loop from answering gateways and keeping its lease.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from executor.memory import Fenced, MemoryClient
 from executor.plan import Drawn, Plan
 from executor.scheduler import Scheduler
 from executor.server import Server
+from executor.worker import Worker
 from wire.errors import Code
 from wire.generate import Status
 from wire.memory import Granted, Usage
@@ -22,6 +24,7 @@ from wire.memory import Granted, Usage
 log = logging.getLogger(__name__)
 
 RENEW_S = 0.25  # idle, memd hears of us this often
+CARE_S = 0.25  # in a long step, gateways and memd are looked after this often
 FILLS_EVERY = 16  # steps between reports of how full the last blocks are
 MOST_FENCES = 8  # registrations in a row that brought no granted step; then something is broken
 
@@ -34,7 +37,11 @@ class Runner(Protocol):
 
 
 class Stopped(Exception):
-    """The loop was told to stop while it waited for memd."""
+    """The loop was told to stop while it waited."""
+
+
+class Wedged(Exception):
+    """A step took so long that the device must be stuck."""
 
 
 class Engine:
@@ -47,18 +54,24 @@ class Engine:
         runner: Runner,
         server: Server,
         *,
+        worker: Worker,
         drain_seconds: float = 30.0,
+        step_timeout: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._runner = runner
         self._server = server
+        self._worker = worker
         self._drain_seconds = drain_seconds
+        self._step_timeout = step_timeout
         self._clock = clock
         self._pace = Pace(scheduler.bounds.step_tokens)
+        scheduler.step_tokens = self._pace.tokens
         self._plan = Plan(0)
         self._usage = Usage(scheduler.bounds.blocks, scheduler.bounds.blocks, 0, 0, 0, 0, 0)
+        self._hits_before = self._queries_before = 0  # counted by memds and pools of the past
         self._signals = 0
         self._drain_until: float | None = None
         self._attached = False  # whether memd's last word was a grant or a registration
@@ -73,8 +86,8 @@ class Engine:
         """Finish what runs, then stop; the second call stops at once. Safe in a signal handler."""
         self._signals += 1
 
-    def run(self) -> None:
-        """Register and turn until stopped.
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Register, say `on_ready`, and turn until stopped.
 
         Raises:
             Refused: memd will not have this executor.
@@ -82,6 +95,7 @@ class Engine:
         """
         try:
             self._register()
+            on_ready()
             while not self._stopped():
                 self.turn()
         except Stopped:
@@ -110,16 +124,18 @@ class Engine:
         try:
             # After a pause of the whole process the blocks may be someone else's: look before computing.
             granted = self._answer() if working and self._memory.stale() else None
-            deltas = scheduler.update(plan, self._compute(plan)) if working else []
+            if working:
+                # Before memd's answer, which may be that all is lost: what was drawn is still right.
+                deltas = scheduler.update(plan, self._compute(plan))
+                self._server.emit(deltas, scheduler.take_failures())
             granted = granted or self._answer()
             self._plan = scheduler.settle(proposal, granted)
         except Fenced as fenced:
             self._reattach(fenced)
-            self._server.emit([], scheduler.take_failures())
             return
         self._usage = granted.usage
         self._fences = 0
-        self._server.emit(deltas, scheduler.take_failures())
+        self._server.emit([], scheduler.take_failures())
         if not working and not self._plan.rows and scheduler.busy:
             self._server.poll(1)  # memory must come free first: do not spin for it
 
@@ -145,8 +161,8 @@ class Engine:
             preemptions=scheduler.counters.preemptions,
             prompt_tokens=scheduler.counters.prompt_tokens,
             generated_tokens=scheduler.counters.generated_tokens,
-            hit_tokens=usage.hit_tokens,
-            query_tokens=usage.query_tokens,
+            hit_tokens=self._hits_before + usage.hit_tokens,
+            query_tokens=self._queries_before + usage.query_tokens,
             memory_wait_us=self._memory.waited_us,
         )
 
@@ -157,7 +173,9 @@ class Engine:
         a second time in a row, nothing is sure any more and the process ends."""
         started = self._clock()
         try:
-            drawn = self._runner.run(plan)
+            drawn = self._worker.call(lambda: self._runner.run(plan), self._care, CARE_S)
+        except (Stopped, Wedged):
+            raise
         except Exception as error:
             if not _out_of_memory(error) or self._lost_steps:
                 raise
@@ -197,6 +215,8 @@ class Engine:
         self._attached = False
         self._memory.register(self._idle)
         self._attached = True
+        self._hits_before += self._usage.hit_tokens
+        self._queries_before += self._usage.query_tokens
         self._usage = Usage(self._usage.total, self._usage.total, 0, 0, 0, 0, 0)
 
     def _idle(self) -> None:
@@ -205,6 +225,19 @@ class Engine:
             raise Stopped
         if self._clock() - self._asked_at > self._memory.lease * 2 / 3:
             self._attached = False
+        self._server.service()
+
+    def _care(self) -> None:
+        """While a step runs long."""
+        took = self._clock() - self._asked_at
+        if took > self._step_timeout:
+            raise Wedged(
+                f"a step has been running for {took:.0f} s, the limit is {self._step_timeout:.0f} s "
+                "(--step-timeout)"
+            )
+        if self._signals > 1:
+            raise Stopped
+        self._memory.renew()
         self._server.service()
 
     def _stopped(self) -> bool:

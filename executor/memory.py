@@ -39,6 +39,7 @@ Idle = Callable[
 WAIT_MS = 20  # between calls of `idle`
 RESEND_S = 0.25  # first silence after which a message is sent again; doubles up to
 RESEND_MOST_S = 2.0
+RENEW_LEASES = 0.25  # a step that takes longer than this many leases renews it meanwhile
 BUSY_LEASES = 2  # a pool name held by another executor is waited for this many leases
 LEASE_S = 3.0  # assumed before memd says
 
@@ -75,6 +76,10 @@ class MemoryClient(Protocol):
             Fenced: memd has dropped this executor's blocks.
         """
 
+    def renew(self) -> None:
+        """While a step runs: send the message asked last again when a while has passed. It has no effect
+        beside keeping the lease."""
+
     def stale(self) -> bool:
         """Whether so long has passed since memd last heard of us that it may be about to let go."""
 
@@ -102,6 +107,7 @@ class RemoteMemory:
         self._payload = b""
         self._asked_at = 0.0
         self._sent = False
+        self._early: list[Reply] = []  # replies that came while a step was running
         self._renewed = 0.0  # when the last message that was answered went out
         self._waited = 0.0
 
@@ -118,6 +124,7 @@ class RemoteMemory:
         busy_until = started + BUSY_LEASES * self.lease
         payload = self._codec.encode(Register(PROTOCOL, self._instance, self._pool))
         self._registered = None
+        self._early.clear()
         told = False
         while True:
             sent_at = self._clock()
@@ -172,6 +179,16 @@ class RemoteMemory:
         finally:
             self._waited += self._clock() - started
 
+    def renew(self) -> None:
+        now = self._clock()
+        if now - self._asked_at < RENEW_LEASES * self.lease:
+            return
+        if replies := self._replies():
+            self._early += replies
+            self._renewed = self._asked_at
+        self._asked_at = now
+        self._sent = self._send(self._payload)
+
     def stale(self) -> bool:
         return self._clock() - self._renewed > self.lease * 2 / 3
 
@@ -188,7 +205,9 @@ class RemoteMemory:
         # What was asked while memd was away has not been sent at all.
         resend_at = started + (patience if self._sent else 0.0)
         while True:
-            for reply in self._replies():
+            replies = self._early + self._replies()
+            self._early.clear()
+            for reply in replies:
                 if (granted := self._judge(reply)) is not None:
                     self._renewed = self._asked_at
                     if told:

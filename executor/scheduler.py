@@ -394,6 +394,7 @@ class Scheduler:
             available = refusal.available
         for group in preempt.for_growth(self.running, short, available + self._freed_blocks):
             self._preempt(group, "pool full")
+            self.counters.preemptions += 1
         self._starved = self._starved + 1 if short and len(self.running) == 1 else 0
         if self._starved >= STARVED_STEPS:
             self.fail(
@@ -432,6 +433,7 @@ class Scheduler:
             lacks = max(lacks, self._return_cost(first) - available)
         for group in preempt.for_priority(self.running, first, lacks, slots):
             self._preempt(group, f"made room for priority {first.priority}")
+            self.counters.preemptions += 1
 
     def _rows(
         self, entries: list[tuple[Sequence, int, int]], refused: dict[int, Refusal]
@@ -483,7 +485,6 @@ class Scheduler:
         group.together = False
         group.move(State.WAITING, "will recompute")
         self.waiting.add(group)
-        self.counters.preemptions += 1
 
     def _end(self, group: Group, why: str, *, commit: bool = True) -> None:
         if group.state is State.WAITING:
