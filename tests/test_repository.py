@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +141,22 @@ def test_no_file_names_a_path_of_somebodys_machine() -> None:
         if (hit := machine.search(line))
     ]
     assert found == []
+
+
+def test_every_direct_requirement_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + sum(
+        (extra for name, extra in project["optional-dependencies"].items() if name != "model"), []
+    )
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {_name(line) for line in pins if "==" in line}
+    assert {_name(requirement) for requirement in wanted} - pinned == set()
+
+
+def _name(requirement: str) -> str:
+    """Of a requirement, as package indexes compare it."""
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return re.sub(r"[._-]+", "-", found.group()).lower() if found else ""
 
 
 def test_markdown_links_lead_somewhere() -> None:
