@@ -16,10 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 
+from executor.gguf_reader import GgufReader
 from executor.models.config import ModelConfig
 from executor.models.registry import UnknownModel
 from executor.weights import BadModel, Named
@@ -67,15 +66,11 @@ class GgufFile:
             BadModel: it is not a GGUF file, or damaged.
         """
         self.path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (ValueError, KeyError, IndexError) as error:
-            raise BadModel(f"{path} is not a readable GGUF file: {error}") from error
+        self._reader = GgufReader(path)
 
     def value(self, key: str) -> Any:
         """A metadata value, or None."""
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
+        return self._reader.metadata.get(key)
 
     def config(self) -> ModelConfig:
         """The model's shapes.
@@ -96,12 +91,13 @@ class GgufFile:
         def of(key: str) -> Any:
             return self.value(f"{kind}.{key}")
 
-        names = {tensor.name for tensor in self._reader.tensors}
-        embedding = next(t for t in self._reader.tensors if t.name == "token_embd.weight")
+        shapes = {tensor.name: tensor.shape for tensor in self._reader.tensors}
+        if "token_embd.weight" not in shapes:
+            raise BadModel(f"{self.path} has no tensor token_embd.weight")
         heads = of("attention.head_count")
         raw = {
             "architectures": [_ARCHITECTURES[kind]],
-            "vocab_size": int(embedding.shape[1]),
+            "vocab_size": shapes["token_embd.weight"][0],
             "hidden_size": of("embedding_length"),
             "intermediate_size": of("feed_forward_length"),
             "num_hidden_layers": of("block_count"),
@@ -111,8 +107,8 @@ class GgufFile:
             "max_position_embeddings": of("context_length"),
             "rms_norm_eps": of("attention.layer_norm_rms_epsilon"),
             "rope_theta": of("rope.freq_base") or 10_000.0,
-            "tie_word_embeddings": "output.weight" not in names,
-            "attention_bias": "blk.0.attn_q.bias" in names,
+            "tie_word_embeddings": "output.weight" not in shapes,
+            "attention_bias": "blk.0.attn_q.bias" in shapes,
         }
         if raw["head_dim"] is None:
             del raw["head_dim"]
@@ -124,7 +120,7 @@ class GgufFile:
                 "original_max_position_embeddings": of("rope.scaling.original_context_length"),
                 "attention_factor": of("rope.scaling.attn_factor"),
             }
-        if "rope_freqs.weight" in names:
+        if "rope_freqs.weight" in shapes:
             raise UnknownModel(
                 f"{self.path.name} has per-dimension rope factors (rope_freqs.weight), which are not "
                 "supported from GGUF; use the model's safetensors folder"
@@ -139,14 +135,7 @@ class GgufFile:
         """
         for tensor in self._reader.tensors:
             name = _hugging_face_name(tensor.name)
-            try:
-                flat = gguf.dequantize(tensor.data, tensor.tensor_type)
-            except NotImplementedError as error:
-                kind = tensor.tensor_type.name
-                raise BadModel(f"{tensor.name} is stored as {kind}, which is not known") from error
-            shape = [int(size) for size in reversed(tensor.shape)]
-            # A copy where nothing was dequantized: the file's own pages are read-only.
-            weight = torch.from_numpy(np.require(flat, np.float32, ["C", "W"])).view(shape)
+            weight = torch.from_numpy(self._reader.floats(tensor))
             if config.architecture == "LlamaForCausalLM":
                 weight = _unpermuted(name, weight, config)
             yield name, weight
