@@ -123,11 +123,11 @@ class Engine:
         return min(ready, key=lambda link: link.load)
 
     def _serving(self) -> Iterator[Link]:
-        """Executors whose token ids mean the same as the first one's."""
+        """Executors that serve the same as the first one."""
         if (model := self.model) is None:
             return
         for link in self.links:
-            if link.model is not None and link.model.card.tokenizer == model.card.tokenizer:
+            if link.model is not None and link.model.meaning == model.meaning:
                 yield link
 
 

@@ -108,7 +108,7 @@ class Generation:
         self._engine.release(self._inbox)
         now = time.monotonic()
         self._metrics.on_finish(
-            "error" if isinstance(error, ApiError) else self._reason,
+            self._reason,
             sum(map(len, self.job.prompts)),
             sum(choice.generated for choice in self._choices),
             now - self._arrived,
@@ -130,6 +130,7 @@ class Generation:
         try:
             taken = await self._inbox.take(patience)
         except Refused as refused:
+            self._reason = "error"
             raise from_refusal(refused.code, refused.message) from None
         now = time.monotonic()
         pieces = []

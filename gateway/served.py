@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from gateway.template import ChatTemplate
@@ -16,6 +17,7 @@ class Model:
     card: ModelCard
     vocabulary: Vocabulary
     template: ChatTemplate | None  # None: it has no chat template
+    meaning: bytes  # equal for executors whose token ids and chats mean the same
 
 
 def build_model(card: ModelCard) -> Model:
@@ -28,4 +30,5 @@ def build_model(card: ModelCard) -> Model:
     special = {"bos_token": card.bos_token, "eos_token": card.eos_token}
     special |= {"pad_token": card.pad_token} if card.pad_token else {}
     template = ChatTemplate(card.chat_template, special) if card.chat_template else None
-    return Model(card, vocabulary, template)
+    meaning = hashlib.sha256(card.tokenizer + card.chat_template.encode()).digest()
+    return Model(card, vocabulary, template, meaning)

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from gateway.chat import ChatChunks
 from gateway.choice import Piece
+from gateway.engine import ENGINE
 from tests.fake_executor import Script, byte_level_tokenizer, make_card
 from tests.gateway.serving import Served, run, serve, until
 from wire.errors import Code, Refused
@@ -501,6 +502,23 @@ def test_a_request_that_asks_for_nothing_unsupported_is_answered() -> None:
             for body in ACCEPTED:
                 status, answer = await served.post(URL, {"messages": HI, **body})
                 assert status == 200, (body, answer)
+
+    run(test())
+
+
+def test_the_clients_own_retries_outlast_a_short_outage() -> None:
+    async def test() -> None:
+        async with serve() as served:
+            served.executor.ready = False
+            await until(lambda: served.app[ENGINE].not_ready())
+            asyncio.get_running_loop().call_later(0.5, setattr, served.executor, "ready", True)
+
+            def ask() -> str | None:
+                with openai.OpenAI(base_url=f"{served.url}/v1", api_key="-") as client:
+                    answer = client.chat.completions.create(model="", messages=HI)
+                    return answer.choices[0].message.content
+
+            assert await asyncio.to_thread(ask) == "Hello world"
 
     run(test())
 

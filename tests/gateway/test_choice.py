@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gateway.choice import Choice, Piece
 from gateway.detokenize import Detokenizer
 from tests.fake_executor import byte_level_tokenizer
@@ -109,3 +112,36 @@ def test_tokens_of_one_character_share_its_offset() -> None:
     pieces = _feed(_choice(), _ids("🙂a"), "length", logprobs=True)
     assert [len(piece.entries) for piece in pieces] == [0, 0, 0, 4, 1]
     assert [entry.offset for piece in pieces for entry in piece.entries] == [0, 0, 0, 0, 1]
+
+
+@given(
+    text=st.text("ab🙂é", max_size=20),
+    stops=st.lists(st.text("ab🙂", min_size=1, max_size=3), max_size=3),
+    sizes=st.lists(st.integers(1, 5), min_size=60, max_size=60),
+    end=st.sampled_from(["stop", "length"]),
+)
+def test_how_tokens_are_batched_changes_nothing(
+    text: str, stops: list[str], sizes: list[int], end: str
+) -> None:
+    tokens = [*_ids(text), END] if end == "stop" else _ids(text + "c")
+
+    def told(batches: list[int]) -> tuple[str, str | None, int, list[tuple[int, int]]]:
+        choice, pieces, at = _choice(tuple(stops)), [], 0
+        for size in batches:
+            now = tokens[at : at + size]
+            at += size
+            finish = end if at >= len(tokens) else ""
+            own = [TokenLogprobs(-1.0)] * len(now)
+            pieces.append(choice.feed(Delta(1, 0, now, finish, 0, own)))
+            if choice.finished:
+                break
+        entries = [(entry.token, entry.offset) for piece in pieces for entry in piece.entries]
+        return _text(pieces), pieces[-1].finish, choice.generated, entries
+
+    one_by_one = told([1] * len(tokens))
+    assert told(sizes[: len(tokens)]) == one_by_one
+    shown, reason, _, entries = one_by_one
+    assert not any(stop in shown for stop in stops)
+    if reason == end and len(shown) == len(text) + (end == "length"):
+        assert [token for token, _ in entries] == tokens[: len(tokens) - (end == "stop")]
+    assert all(offset < max(1, len(shown)) for _, offset in entries)
