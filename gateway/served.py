@@ -27,8 +27,8 @@ def build_model(card: ModelCard) -> Model:
         BadTokenizer, BadTemplate: the card cannot be used.
     """
     vocabulary = Vocabulary(card.tokenizer, card.bos_token, card.add_bos)
-    special = {"bos_token": card.bos_token, "eos_token": card.eos_token}
-    special |= {"pad_token": card.pad_token} if card.pad_token else {}
+    named = {"bos_token": card.bos_token, "eos_token": card.eos_token, "pad_token": card.pad_token}
+    special = {name: token for name, token in named.items() if token}  # else undefined, not ""
     template = ChatTemplate(card.chat_template, special) if card.chat_template else None
     meaning = hashlib.sha256(card.tokenizer + card.chat_template.encode()).digest()
     return Model(card, vocabulary, template, meaning)
