@@ -25,6 +25,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import zmq
+
 from memd.core import Memory
 from wire.memory import (
     Admit,
@@ -39,7 +41,7 @@ from wire.memory import (
     Request,
     Step,
 )
-from wire.rpc import Dealer, Limits, PeerGone, ipc
+from wire.rpc import Dealer, Limits, ipc
 
 BLOCK = 16
 PROMPT = 32  # tokens of a decoding sequence's prompt
@@ -168,23 +170,12 @@ def daemon() -> Iterator[Ask]:
                         raise SystemExit("memd did not answer within 10 s")
                     return codec.decode_reply(next(dealer.receive()))
 
-                _connected(dealer)
+                if not dealer.raw.poll(10_000, zmq.POLLOUT):
+                    raise SystemExit("memd did not start within 10 s")
                 yield ask
         finally:
             process.terminate()
             process.wait(10)
-
-
-def _connected(dealer: Dealer) -> None:
-    for _ in range(200):
-        try:
-            return dealer.send(b"\xc0")  # answered with a rejection, which proves the way both ways
-        except PeerGone:
-            time.sleep(0.05)
-        finally:
-            if dealer.poll(50):
-                list(dealer.receive())
-    raise SystemExit("memd did not start within 10 s")
 
 
 def local(blocks: int) -> Ask:

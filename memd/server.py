@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 LIMITS = Limits(max_message=MAX_MESSAGE)
 TICK_S = 0.1
 MOST_BAD_FRAMES = 8  # of one peer; what it sends after that is not even decoded
+QUIET_S = 1.0  # after a line about a rejection, none about another with the same code
 MOST_BAD_PEERS = 1024  # remembered; the one known longest is forgotten first
 BUCKETS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)  # seconds
 
@@ -75,6 +76,7 @@ class Server:
         self._on_broken = on_broken
         self._halted = False
         self._bad: dict[bytes, int] = {}
+        self._quiet_until: dict[str, float] = {}  # by code
         codec = MemoryCodec()
         self._decode, self._encode = codec.decode_request, codec.encode
         self._undo: list[Callable[[], None]] = []
@@ -178,8 +180,12 @@ class Server:
         )
 
     def _note_rejected(self, reply: Rejected) -> None:
-        self.meter.rejected[reply.code.value] += 1
-        log.warning("rejected step=%d code=%s: %s", reply.number, reply.code.value, reply.message)
+        code = reply.code.value
+        self.meter.rejected[code] += 1
+        # An executor may repeat itself as fast as it can; the log need not.
+        if (now := self.clock()) >= self._quiet_until.get(code, now):
+            self._quiet_until[code] = now + QUIET_S
+            log.warning("rejected step=%d code=%s: %s", reply.number, code, reply.message)
 
     def _unexpected(self, number: int) -> Rejected:
         """A bug in the core. Go on only if every rule still holds."""

@@ -162,6 +162,16 @@ def test_rejections_are_counted_by_code(bench: Bench) -> None:
     assert bench.server.meter.rejected == {"fenced": 1}
 
 
+def test_an_executor_that_is_rejected_in_a_loop_does_not_fill_the_log(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(50):
+        bench.call(bench.step(1))
+        bench.now += 0.05
+    assert bench.server.meter.rejected == {"fenced": 50}
+    assert 2 <= caplog.text.count("code=fenced") <= 4
+
+
 def test_a_lease_ends_when_nobody_renews_it_and_the_end_is_counted(bench: Bench) -> None:
     bench.call(REGISTER)
     for _ in range(29):
