@@ -183,6 +183,9 @@ class LocalMemory:
             raise Fenced(reply.message)
         return reply
 
+    def renew(self) -> None:
+        pass
+
     def stale(self) -> bool:
         return False
 
