@@ -1,20 +1,21 @@
 """What one engine step computes, as data: the runner reads nothing else.
 
-A plan can be dumped, replayed and compared. Rows hold flat tokens, so a chunk of a prompt, a whole prompt
+A plan can be dumped, replayed and compared. (Structs, because building frozen dataclasses cost more than all
+else the scheduler does in a step.) Rows hold flat tokens, so a chunk of a prompt, a whole prompt
 and a single decoded token are the same thing: tokens at consecutive positions of one sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from wire.memory import Copy
 from wire.sampling import Sampling
 
 
-@dataclass(slots=True, frozen=True)
-class Draw:
+class Draw(Struct, frozen=True, gc=False):
     """One token to be drawn from the logits at a row's last position."""
 
     seq: int  # the sequence that gets the token (a group's first draws come from its lead's row)
@@ -28,8 +29,7 @@ class Draw:
     ] = ()  # ids that may not be drawn yet: end and stop ids before min_tokens
 
 
-@dataclass(slots=True, frozen=True)
-class Row:
+class Row(Struct, frozen=True, gc=False):
     """Consecutive tokens of one sequence: computed, written to KV, attended causally."""
 
     seq: int
@@ -39,17 +39,15 @@ class Row:
     draws: tuple[Draw, ...] = ()  # empty: a chunk whose sequence has more tokens to come
 
 
-@dataclass(slots=True, frozen=True)
-class Plan:
+class Plan(Struct, frozen=True, gc=False):
     """One step. Copies are made first, then all rows are computed together, then draws are made."""
 
     number: int  # of the memd step that granted it
-    rows: list[Row] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    rows: list[Row] = []
+    copies: list[Copy] = []
 
 
-@dataclass(slots=True, frozen=True)
-class Drawn:
+class Drawn(Struct, frozen=True, gc=False):
     """One token drawn. `token` is -1 when the logits were not finite: the request must fail."""
 
     seq: int

@@ -1,4 +1,4 @@
-"""The step loop over real sockets, with memd's core behind it and a model whose text shows any wrong block."""
+"""The step loop over real sockets, with memd's core behind it and a model whose text shows a wrong table."""
 
 from __future__ import annotations
 
