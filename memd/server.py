@@ -76,6 +76,7 @@ class Server:
         self._on_broken = on_broken
         self._halted = False
         self._bad: dict[bytes, int] = {}
+        self._pauses_told = 0
         self._quiet_until: dict[str, float] = {}  # by code
         codec = MemoryCodec()
         self._decode, self._encode = codec.decode_request, codec.encode
@@ -102,9 +103,9 @@ class Server:
 
     def tick(self) -> None:
         """End the leases that are over, and let go of what they held."""
-        pauses = self.clock.pauses
         now = self.clock()
-        if self.clock.pauses > pauses:
+        if self.clock.pauses > self._pauses_told:
+            self._pauses_told = self.clock.pauses
             log.warning("this process stood still for a while; leases were not counted down")
         ended = self.memory.tick(now)
         for lease in ended:

@@ -371,6 +371,7 @@ def test_leases_survive_a_stop_of_memd_and_end_with_a_silent_executor(tmp_path: 
         assert daemon.metric("memd_pauses_total") == 1
         assert wait(lambda: daemon.get("/v1/state").json["pools"] == [], 3)
         assert daemon.metric('memd_leases_ended_total{reason="lease"}') == 1
+        assert stop(daemon.process).count("stood still") == 1
 
 
 def test_blocks_of_a_killed_executor_are_back_within_the_lease(tmp_path: Path) -> None:
