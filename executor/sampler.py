@@ -2,7 +2,8 @@
 
 Each draw is a pure function of one row of logits and its `Draw`. Candidates are ordered by falling
 probability, equal ones by id; top-k, top-p and min-p each keep a prefix of that order, and one uniform
-number picks from what all of them keep. Only as much of the order is computed as the draw needs.
+number picks from what all of them keep. Only the candidates that can matter are put in order: those within
+some distance of the likeliest, a distance that grows until they are enough.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,7 +22,9 @@ from wire.sampling import Sampling
 Row = NDArray[np.float32]  # [vocab]
 Ids = NDArray[np.int64]
 
-_PREFIX = 256  # candidates ordered at first; eight times as many when they are not enough
+# Distances below the greatest logit, tried in turn until the candidates within are enough.
+_CUTS = (-1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0, -16.0, -32.0)
+_SLACK = 1 - 1e-9  # sums of the same numbers in another order differ by less
 _LEAST = 1e-6  # smaller temperatures and repetition penalties act like this one
 _MOST = np.finfo(np.float32).max
 
@@ -50,10 +52,9 @@ def sample(logits: Tensor, draws: Sequence[tuple[int, Draw]]) -> list[Drawn]:
     """
     if not draws:
         return []
-    lowest, highest = torch.aminmax(logits, dim=-1)
-    finite = (torch.isfinite(lowest) & torch.isfinite(highest)).tolist()
-    likeliest = logits.argmax(dim=-1).tolist()
     table = logits.numpy(force=True)
+    finite = (np.isfinite(table.min(axis=1)) & np.isfinite(table.max(axis=1))).tolist()
+    likeliest = table.argmax(axis=1).tolist()
     # Far below the peak, -inf after an overflow means what it should: no mass.
     with np.errstate(over="ignore"):
         return [
@@ -119,49 +120,58 @@ def _checked(ids: Sequence[int], vocab: int) -> Ids:
 
 
 def _pick(row: Row, sampling: Sampling, point: float) -> int:
-    """The candidate at `point` (in [0, 1)) of the truncated distribution, or -1 if there is none.
-
-    Works on a prefix of the candidates' order and takes a longer one when the cut, or the point itself,
-    lies behind its end.
-    """
-    limit = min(sampling.top_k or len(row), len(row))
+    """The candidate at `point` (in [0, 1)) of the truncated distribution, or -1 if there is none."""
     peak = row.max()
     if peak == -np.inf:
         return -1
     scaled = (row - peak) / np.float32(max(sampling.temperature, _LEAST))
-    whole = 0.0 if sampling.top_k else float(np.exp(scaled).sum(dtype=np.float64))
-    truncated = sampling.top_p < 1 or sampling.min_p > 0
-    size = limit if sampling.top_k else min(limit, _PREFIX)
-    while True:
-        ids = _order(scaled, size)
-        weights = np.exp(scaled[ids].astype(np.float64))
-        masses = np.cumsum(weights)
-        total = float(masses[-1]) if size == limit else whole
-        kept = size
-        if sampling.min_p > 0:
-            kept = int(np.count_nonzero(weights >= sampling.min_p))
-        if sampling.top_p < 1:
-            kept = min(kept, int(np.searchsorted(masses, sampling.top_p * total)) + 1)
-        settled = kept < size or size == limit
-        if settled or not truncated:
-            mass = float(masses[kept - 1]) if settled else total
-            # Never the end itself, which rounding may reach: behind it lie candidates of no mass.
-            goal = min(point * mass, float(np.nextafter(mass, 0)))
-            place = int(np.searchsorted(masses, goal, side="right"))
-            if place < kept:
-                return int(ids[place])
-        size = min(limit, size * 8)
+    weights = np.exp(scaled)
+    ids = (
+        _best(scaled, sampling.top_k)
+        if sampling.top_k
+        else _covering(scaled, weights, sampling, point)
+    )
+    kept = len(ids)
+    masses = np.cumsum(weights[ids], dtype=np.float64)
+    whole = sampling.top_k or kept == len(row)
+    total = float(masses[-1]) if whole else float(weights.sum(dtype=np.float64))
+    mass = total
+    if sampling.min_p > 0:
+        kept = int(np.count_nonzero(weights[ids] >= sampling.min_p))
+    if sampling.top_p < 1:
+        kept = min(kept, int(np.searchsorted(masses, sampling.top_p * total)) + 1)
+    if sampling.min_p > 0 or sampling.top_p < 1:
+        mass = float(masses[kept - 1])
+    # Never the end itself, which rounding may reach: behind it lie candidates of no mass.
+    goal = min(point * mass, float(np.nextafter(mass, 0)))
+    return int(ids[np.searchsorted(masses, goal, side="right")])
 
 
-def _order(row: Row, size: int) -> Ids:
-    """The `size` ids of greatest value, greatest first, equal ones by id."""
-    ids = np.arange(len(row))
-    if size < len(row):
-        least = np.partition(row, len(row) - size)[len(row) - size]
-        above = np.flatnonzero(row > least)
-        equal = np.flatnonzero(row == least)[: size - len(above)]
-        ids = np.concatenate((above, equal))
-    return ids[np.argsort(-row[ids], kind="stable")]
+def _covering(scaled: Row, weights: Row, sampling: Sampling, point: float) -> Ids:
+    """Candidates in order, from the first to one behind the last that top-p and min-p keep; without
+    these, to one behind `point`."""
+    share = sampling.top_p if sampling.top_p < 1 or sampling.min_p > 0 else point
+    need = share * float(weights.sum(dtype=np.float64))
+    least = np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf
+    for cut in _CUTS:
+        ids = np.flatnonzero(scaled > cut)
+        if cut < least or weights[ids].sum(dtype=np.float64) * _SLACK > need:
+            return _ranked(scaled, ids)
+    return _ranked(scaled, np.arange(len(scaled)))
+
+
+def _best(scaled: Row, count: int) -> Ids:
+    """The `count` best candidates in order. The greatest of `scaled` is 0."""
+    for cut in _CUTS:
+        ids = np.flatnonzero(scaled > cut)
+        if len(ids) >= count:
+            return _ranked(scaled, ids)[:count]
+    return _ranked(scaled, np.arange(len(scaled)))[:count]
+
+
+def _ranked(scaled: Row, ids: Ids) -> Ids:
+    """Rising `ids`, greatest value first, equal ones still by id."""
+    return ids[np.argsort(-scaled[ids], kind="stable")]
 
 
 def _with_logprobs(raw: Row, seq: int, token: int, most: int) -> Drawn:
@@ -172,6 +182,6 @@ def _with_logprobs(raw: Row, seq: int, token: int, most: int) -> Drawn:
     def logprob(index: int) -> float:
         return float(shifted[index]) - log_total
 
-    best = _order(raw, min(most, len(raw))).tolist() if most else []
+    best = _best(shifted, most).tolist() if most else []
     top = tuple((index, logprob(index)) for index in best)
     return Drawn(seq, token, logprob(token), top)
