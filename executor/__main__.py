@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -90,6 +91,8 @@ def serve(config: Config) -> int:
                 )
                 server.open(_card(config, loaded, scheduler.bounds), scheduler, engine.status)
                 stopping.then(engine.stop)
+                gc.collect()
+                gc.freeze()  # the model and the libraries stay: no collection need look at them
                 engine.run(lambda: log.info("ready model=%s pool=%s", config.model, config.pool))
                 time.sleep(0.05)  # zmq sends the last messages from its own thread
     except Stopped:

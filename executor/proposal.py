@@ -30,6 +30,7 @@ class Proposal:
     every entry keeps the id it was asked under."""
 
     wants: Wants
+    left: int = 0  # tokens of the step's budget that the running groups leave to newcomers
     rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # id, tokens to compute
     growing: list[tuple[Sequence, int]] = field(default_factory=list)  # appends
     forked: list[tuple[Sequence, Sequence, int]] = field(

@@ -94,3 +94,30 @@ class Queue:
 
     def forget_refusal(self) -> None:
         self._refused = None
+
+
+class Habits:
+    """What prompts that begin alike found in the prefix index lately.
+
+    memd tells the hit only in its answer, but the token budget of a step must be shared out before. A guess
+    that is too high costs a newcomer a step, one that is too low leaves budget unused; neither does harm.
+    """
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._hits: dict[tuple[str, bytes], int] = {}
+
+    def guess(self, group: Group, block_size: int) -> int:
+        """Tokens of this group's prompt that are probably cached."""
+        return self._hits.get(self._key(group, block_size), 0)
+
+    def learn(self, group: Group, block_size: int, hit: int) -> None:
+        key = self._key(group, block_size)
+        self._hits.pop(key, None)
+        self._hits[key] = hit
+        if len(self._hits) > self._most:
+            del self._hits[next(iter(self._hits))]
+
+    @staticmethod
+    def _key(group: Group, block_size: int) -> tuple[str, bytes]:
+        return group.tenant, group.packed[: 4 * block_size]

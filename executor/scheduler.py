@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from executor import preempt, tables
 from executor.accept import Bounds, accept, blocks_needed
 from executor.budget import share
-from executor.plan import Draw, Drawn, Plan, Row
+from executor.plan import Drawn, Plan
 from executor.proposal import Proposal, Wants
-from executor.queue import Queue
+from executor.queue import Habits, Queue
 from executor.request import Group, Sequence, State
+from executor.rows import build
 from wire.errors import Code, Refused
 from wire.generate import Delta, Failed, Submit, TokenLogprobs, TopToken
 from wire.memory import MAX_MESSAGE, Admit, Admitted, Append, Fork, Granted, Refusal
@@ -62,6 +63,7 @@ class Scheduler:
         self._failures: list[tuple[bytes, Failed]] = []
         self._groups: dict[tuple[bytes, int], Group] = {}
         self._sequences: dict[int, Sequence] = {}  # unfinished ones, by memd's name
+        self._habits = Habits()
         self._next_id = 1
         self._arrivals = 0
         self._leaving = Wants()  # last commits and frees of sequences that ended, for the next step
@@ -145,11 +147,11 @@ class Scheduler:
         wants, available = self._leaving, self._available + self._freed_blocks
         self._leaving, self._freed_blocks = Wants(), 0
         proposal = Proposal(wants)
-        left = self._propose_running(proposal)
+        proposal.left = self._propose_running(proposal)
         if fills and self.running:
             wants.fills = self._fills()
-        if left > 0 and len(self.waiting):
-            self._propose_waiting(proposal, left, available - len(wants.appends))
+        if proposal.left > 0 and len(self.waiting):
+            self._propose_waiting(proposal, available - len(wants.appends))
         return proposal
 
     def update(self, plan: Plan, drawn: list[Drawn]) -> Deltas:
@@ -186,7 +188,7 @@ class Scheduler:
         rows = [entry for entry in proposal.rows if entry[1] not in refused]
         rows += self._enter(proposal, granted.admitted)
         self._make_room(proposal, refused)
-        return Plan(granted.number, self._rows(rows, refused), list(granted.copies))
+        return Plan(granted.number, build(rows, refused, self._sequences), granted.copies)
 
     # ------------------------------------------------------------ when things go wrong
 
@@ -277,8 +279,9 @@ class Scheduler:
         lead.room = start
         group.together = True
 
-    def _propose_waiting(self, proposal: Proposal, left: int, available: int) -> None:
+    def _propose_waiting(self, proposal: Proposal, available: int) -> None:
         """Admissions, strictly in order, while tokens, sequences and bytes last."""
+        left = proposal.left
         admits = proposal.wants.admits
         if self.running and not self.waiting.worth_asking(available):
             return
@@ -298,7 +301,7 @@ class Scheduler:
             admits.append(Admit(lead.id, group.opening_bytes(), left, group.tenant))
             proposal.entering.append((group, lead.id, left))
             slots -= len(group.live)
-            left -= min(left, tokens)
+            left -= max(1, tokens - self._habits.guess(group, self.bounds.block_size))
             if left <= 0:
                 return
 
@@ -354,7 +357,7 @@ class Scheduler:
     ) -> list[tuple[Sequence, int, int]]:
         """Start the groups that were admitted; returns their leads' rows."""
         granted = {entry.seq: entry for entry in admitted}
-        rows = []
+        left, rows = proposal.left, []
         for group, lead_id, chunk in proposal.entering:
             entry = granted.get(lead_id)
             if entry is None:
@@ -376,7 +379,12 @@ class Scheduler:
             lead.room = len(lead.blocks) * self.bounds.block_size
             lead.computed = lead.written = lead.committed = entry.computed
             lead.known = tokens
-            rows.append((lead, lead_id, min(chunk, tokens - entry.computed)))
+            self._habits.learn(group, self.bounds.block_size, entry.computed)
+            # Hits were guessed: if less was cached than that, the last ones wait for the next step.
+            count = min(chunk, tokens - entry.computed, left)
+            if count:
+                rows.append((lead, lead_id, count))
+                left -= count
         return rows
 
     def _make_room(self, proposal: Proposal, refused: dict[int, Refusal]) -> None:
@@ -435,28 +443,6 @@ class Scheduler:
             self._preempt(group, f"made room for priority {first.priority}")
             self.counters.preemptions += 1
 
-    def _rows(
-        self, entries: list[tuple[Sequence, int, int]], refused: dict[int, Refusal]
-    ) -> list[Row]:
-        """Rows of those that still run, with the token ids that are known by now."""
-        sequences = self._sequences
-        # One member without a block stops its whole group for this step.
-        stuck = {s.group for seq_id in refused if (s := sequences.get(seq_id)) is not None}
-        rows = []
-        for seq, seq_id, count in entries:
-            if seq_id not in sequences or (stuck and seq.group in stuck):
-                continue
-            group, start = seq.group, seq.computed
-            end = seq.computed = start + count
-            draws: tuple[Draw, ...] = ()
-            if end == len(seq.tokens):
-                if group.together:
-                    draws = (_draw(seq, group),)
-                else:
-                    draws = tuple(_draw(member, group) for member in group.live)
-            rows.append(Row(seq_id, start, seq.tokens[start:end], seq.blocks.copy(), draws))
-        return rows
-
     # ------------------------------------------------------------ moves
 
     def _rename(self, seq: Sequence) -> None:
@@ -496,17 +482,3 @@ class Scheduler:
         group.live = []
         group.move(State.FINISHED, why)
         del self._groups[group.peer, group.id]
-
-
-def _draw(seq: Sequence, group: Group) -> Draw:
-    seq.pending = True
-    early = group.ends and len(seq.output) < group.sampling.min_tokens
-    return Draw(
-        seq.id,
-        seq.choice,
-        len(seq.tokens),
-        group.sampling,
-        group.prompt,
-        seq.output,
-        group.ends if early else (),
-    )

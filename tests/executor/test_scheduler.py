@@ -327,6 +327,26 @@ def test_an_equal_priority_turns_nobody_out() -> None:
     assert list(driver.finished) == [(1, 0), (2, 0), (3, 0)]
 
 
+def test_prompts_whose_beginning_is_cached_start_together_within_one_budget() -> None:
+    driver = Driver(step_tokens=128)
+    shared = [11 * i % 997 + 1 for i in range(100)]
+    driver.submit(1, [*shared, 1], 2)
+    driver.run()
+    driver.submit(2, [*shared, 2], 2)  # learns what such prompts find
+    driver.run()
+    for number in range(3, 35):
+        driver.submit(number, [*shared, number], 6)
+    assert len(driver.step().rows) >= 31
+    driver.run()
+    # Now the cache is empty and the guess wrong: the budget holds all the same (see Driver.step).
+    driver.memory.core.reset_cache("test")
+    for number in range(35, 67):
+        driver.submit(number, [*shared, number], 6)
+    driver.run()
+    for number in range(3, 67):
+        assert driver.texts[number, 0] == oracle([*shared, number], 0, 6)
+
+
 # ---------------------------------------------------------------- ends
 
 
