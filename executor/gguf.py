@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,6 +49,7 @@ _INNER: Mapping[str, str] = MappingProxyType(
         "ffn_down": "mlp.down_proj",
     }
 )
+_ROPE_DIVISORS = "rope_freqs.weight"  # how Llama 3's scaling is stored, worked out per frequency
 _CONVERT = """
 import sys
 from transformers import AutoTokenizer
@@ -73,12 +75,20 @@ class GgufFile:
         return self._reader.metadata.get(key)
 
     def config(self) -> ModelConfig:
-        """The model's shapes.
+        """The model's shapes. A sliding window is not in the metadata of a Mistral, which comes as `llama`.
 
         Raises:
             UnknownModel: an architecture or rope scaling that is not supported.
+            BadModel: metadata that the tensors contradict.
         """
-        return ModelConfig.from_json(self._config_json())
+        config = ModelConfig.from_json(self._config_json())
+        found = [t for t in self._reader.tensors if t.name == _ROPE_DIVISORS]
+        if not found:
+            return config
+        if found[0].shape != (config.head_dim // 2,):
+            raise BadModel(f"{self.path}: {_ROPE_DIVISORS} is {found[0].shape}")
+        divisors = tuple(self._reader.floats(found[0]).tolist())
+        return replace(config, rope=replace(config.rope, divisors=divisors))
 
     def _config_json(self) -> dict[str, Any]:
         """The metadata in the words of a config.json."""
@@ -120,11 +130,6 @@ class GgufFile:
                 "original_max_position_embeddings": of("rope.scaling.original_context_length"),
                 "attention_factor": of("rope.scaling.attn_factor"),
             }
-        if "rope_freqs.weight" in shapes:
-            raise UnknownModel(
-                f"{self.path.name} has per-dimension rope factors (rope_freqs.weight), which are not "
-                "supported from GGUF; use the model's safetensors folder"
-            )
         return raw
 
     def weights(self, config: ModelConfig) -> Iterator[Named]:
@@ -134,6 +139,8 @@ class GgufFile:
             BadModel: a tensor of an unknown name or type.
         """
         for tensor in self._reader.tensors:
+            if tensor.name == _ROPE_DIVISORS:
+                continue
             name = _hugging_face_name(tensor.name)
             weight = torch.from_numpy(self._reader.floats(tensor))
             if config.architecture == "LlamaForCausalLM":

@@ -38,7 +38,14 @@ class Runner:
             num_blocks: of the pool, the null block included.
             block_size: token slots per block.
             dtype: of K and V; the model's own.
+
+        Raises:
+            ValueError: another dtype than the model's.
         """
+        if dtype != loaded.model.dtype:
+            raise ValueError(
+                f"K and V in {dtype} need a model in {dtype}, not {loaded.model.dtype}"
+            )
         self._model = loaded.model
         self._config = loaded.config
         self._block_size = block_size

@@ -29,6 +29,7 @@ class Rope:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    divisors: tuple[float, ...] = ()  # of each frequency, where a file gives them worked out
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], default_theta: float, context_length: int) -> Rope:
@@ -75,6 +76,8 @@ class Rope:
         """
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         plain = 1.0 / (self.theta**exponents)
+        if self.divisors:
+            plain = plain / torch.tensor(self.divisors)
         match self.kind:
             case "linear":
                 return plain / self.factor

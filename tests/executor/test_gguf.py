@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -58,7 +60,11 @@ def gguf_name(name: str) -> str:
 
 
 def write_gguf(
-    path: Path, folder: Path, architecture: str, kind: gguf.GGMLQuantizationType, **extra: Any
+    path: Path,
+    folder: Path,
+    architecture: str,
+    kind: gguf.GGMLQuantizationType,
+    tensors: Mapping[str, NDArray[Any]] = MappingProxyType({}),
 ) -> Path:
     """A GGUF file of the model in `folder`, by the package's own writer."""
     raw = json.loads((folder / "config.json").read_text())
@@ -72,8 +78,6 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_rope_freq_base(raw["rope_theta"])
     writer.add_key_length(16)
-    for key, value in extra.items():
-        writer.add_float32(f"{architecture}.{key}", value)
     vocab = byte_tokenizer().get_vocab()
     # The format asks for merges, so there is one.
     tokens = [*sorted(vocab, key=lambda token: vocab[token]), "ab"]
@@ -94,6 +98,8 @@ def write_gguf(
         stored = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else kind
         packed = gguf.quantize(weight, stored)
         writer.add_tensor(gguf_name(name), packed, raw_dtype=stored)
+    for name, extra in tensors.items():
+        writer.add_tensor(name, extra)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -142,6 +148,30 @@ def test_quantized_weights_are_dequantized_as_the_gguf_package_does(
         if weight.ndim == 2:
             wanted = gguf.dequantize(gguf.quantize(weight.numpy(), stored), stored)
             np.testing.assert_array_equal(decoder.parameters()[name].numpy(), wanted)
+
+
+def test_worked_out_llama3_frequencies_are_those_of_the_scaling(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    folder = write_tiny_model(tmp_path / "m", rope_scaling=scaling)
+    raw = json.loads((folder / "config.json").read_text())
+    scaled = ModelConfig.from_json(raw).rope.frequencies(16)
+    plain = ModelConfig.from_json({**raw, "rope_scaling": None}).rope.frequencies(16)
+    assert not torch.equal(scaled, plain)
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        folder,
+        "llama",
+        gguf.GGMLQuantizationType.F32,
+        tensors={"rope_freqs.weight": (plain / scaled).numpy()},
+    )
+    ours = loaded(path).config.rope.frequencies(16)
+    torch.testing.assert_close(ours, scaled, rtol=1e-6, atol=0)
 
 
 def test_an_unknown_architecture_is_refused_with_its_name(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ def test_an_empty_plan_draws_nothing(loaded: LoadedModel) -> None:
     assert poisoned_runner(loaded).run(Plan(1)) == []
 
 
+def test_kv_in_another_type_than_the_model_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(ValueError, match=r"torch\.bfloat16, not torch\.float32"):
+        Runner(loaded, num_blocks=4, block_size=4, device="cpu", dtype=torch.bfloat16)
+
+
 def test_block_bytes_is_what_the_tensors_take_per_block(loaded: LoadedModel) -> None:
     runner = poisoned_runner(loaded, num_blocks=10)
     assert runner.block_bytes * 10 == runner.kv.keys.nbytes + runner.kv.values.nbytes
