@@ -37,10 +37,22 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """Allocate.
+
+        Raises:
+            MemoryError: the device has not that much.
+        """
         shape = (config.layers, num_blocks, block_size, config.kv_heads, config.head_dim)
         self.num_blocks = num_blocks
-        self.keys: Tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.values: Tensor = torch.empty(shape, dtype=dtype, device=device)
+        try:
+            self.keys: Tensor = torch.empty(shape, dtype=dtype, device=device)
+            self.values: Tensor = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            size = num_blocks * block_bytes(config, block_size, dtype)
+            raise MemoryError(
+                f"{num_blocks} KV blocks take {size} bytes, which {device} does not have; "
+                "ask for fewer blocks or less memory"
+            ) from error
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Make the block copies of one step.

@@ -39,6 +39,11 @@ def test_kv_in_another_type_than_the_model_is_refused(loaded: LoadedModel) -> No
         Runner(loaded, num_blocks=4, block_size=4, device="cpu", dtype=torch.bfloat16)
 
 
+def test_more_kv_than_there_is_memory_is_refused_with_the_size(loaded: LoadedModel) -> None:
+    with pytest.raises(MemoryError, match=r"1099511627776 KV blocks take \d+ bytes"):
+        poisoned_runner(loaded, num_blocks=1 << 40)
+
+
 def test_block_bytes_is_what_the_tensors_take_per_block(loaded: LoadedModel) -> None:
     runner = poisoned_runner(loaded, num_blocks=10)
     assert runner.block_bytes * 10 == runner.kv.keys.nbytes + runner.kv.values.nbytes
