@@ -31,11 +31,8 @@ class Proposal:
 
     wants: Wants
     left: int = 0  # tokens of the step's budget that the running groups leave to newcomers
-    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # id, tokens to compute
-    growing: list[tuple[Sequence, int]] = field(default_factory=list)  # appends
-    forked: list[tuple[Sequence, Sequence, int]] = field(
-        default_factory=list
-    )  # parent, child, its id
-    entering: list[tuple[Group, int, int]] = field(
-        default_factory=list
-    )  # lead's id, most tokens to compute
+    # Each with the id it was asked under.
+    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # and tokens to compute
+    growing: list[tuple[Sequence, int]] = field(default_factory=list)
+    forked: list[tuple[Sequence, int]] = field(default_factory=list)  # the children
+    entering: list[tuple[Group, int, int]] = field(default_factory=list)  # and most tokens

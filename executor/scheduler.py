@@ -194,8 +194,6 @@ class Scheduler:
 
     def memory_lost(self) -> None:
         """memd has forgotten everything: all requests go back to the queue with the tokens they have."""
-        for seq in self._sequences.values():
-            seq.held = False
         for group in list(self.running):
             self._preempt(group, "memory daemon lost")
         self._leaving, self._freed_blocks = Wants(), 0
@@ -271,7 +269,7 @@ class Scheduler:
             return
         for child in group.live[1:]:
             proposal.wants.forks.append(Fork(lead.id, child.id, start))
-            proposal.forked.append((lead, child, child.id))
+            proposal.forked.append((child, child.id))
             child.computed = child.written = child.known = child.room = start
             # The lead commits the shared full blocks; the child's first commit is for one of its own.
             child.committed = start

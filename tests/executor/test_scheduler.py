@@ -160,10 +160,9 @@ def test_four_choices_of_a_prompt_of_three_and_a_half_blocks_share_three_of_them
     driver = Driver(block_size=16)
     driver.submit(1, list(range(1, 57)), 30, n=4)
     driver.step()
-    driver.step()
     plan = driver.step()  # the forks' first step
     assert len(plan.rows) == 4
-    assert len(plan.copies) <= 3
+    assert len(plan.copies) == 3
     pool = driver.memory.core.pools["test"]
     first = plan.rows[0].blocks[:3]
     assert all(row.blocks[:3] == first for row in plan.rows)
@@ -400,10 +399,13 @@ def test_logits_that_are_not_numbers_fail_their_request_alone_and_nothing_of_it_
     driver.run()
     assert driver.failed[1].code is Code.NOT_NUMBERS
     assert driver.texts[2, 0] == oracle([4, 5, 6], 0, 8)
-    driver.runner.bad_draws = set()
+    driver.runner.bad_draws = {0}
     driver.submit(3, list(range(1, 31)), 8)
     driver.run()
-    assert driver.cached[3] == 0
+    driver.runner.bad_draws = set()
+    driver.submit(4, list(range(1, 31)), 8)
+    driver.run()
+    assert driver.cached[4] == 0
 
 
 def test_a_deadline_drops_a_request_that_has_not_started_and_no_other() -> None:
