@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -233,4 +232,7 @@ def _card(config: Config, loaded: LoadedModel, bounds: Bounds) -> ModelCard:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    # The worker may still be inside the device: waiting could take for ever, tearing torch down crashes.
+    os._exit(status)
