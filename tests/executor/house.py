@@ -119,7 +119,7 @@ class House:
             else:
                 time.sleep(0.002)
 
-    def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
         """Turn until something holds."""
         end = time.monotonic() + seconds
         while not condition():

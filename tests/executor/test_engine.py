@@ -270,8 +270,9 @@ def test_a_step_longer_than_the_lease_loses_nothing_and_gateways_are_answered(
 def test_draining_finishes_what_runs_and_refuses_what_is_new(
     house: House, gateway: Gateway
 ) -> None:
+    house.runner.broken = lambda plan: time.sleep(0.005)  # slow enough for all that follows
     house.start()
-    gateway.submit(1, [1], 2000)
+    gateway.submit(1, [1], 300)
     gateway.await_(lambda: gateway.texts)
     house.engine.stop()
     gateway.await_(lambda: any(status.draining for status in gateway.statuses))
@@ -279,7 +280,7 @@ def test_draining_finishes_what_runs_and_refuses_what_is_new(
     gateway.await_(lambda: gateway.finished and gateway.failed and gateway.gone)
     house.join()
     assert gateway.failed[2].code is Code.DRAINING
-    assert gateway.texts[1, 0] == oracle([1], 0, 2000)
+    assert gateway.texts[1, 0] == oracle([1], 0, 300)
     assert not house.local.core.pools
 
 
