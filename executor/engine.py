@@ -108,8 +108,9 @@ class Engine:
 
     def turn(self) -> None:
         """One step: ask for k+1, compute k, take in its tokens, settle k+1, send the tokens."""
-        self._server.service()
         scheduler, plan = self._scheduler, self._plan
+        scheduler.now = self._clock()
+        self._server.service()
         working = bool(plan.rows or plan.copies)
         proposal = scheduler.propose(fills=self._turns % FILLS_EVERY == 0)
         if not working and not proposal.wants:

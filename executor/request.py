@@ -106,6 +106,8 @@ class Group:
     live: list[Sequence] = field(default_factory=list)  # unfinished members; the first leads
     state: State = State.WAITING
     together: bool = False  # all live members have tables; before, only the lead has
+    arrived: float = 0.0  # when it was submitted, in seconds of the engine's clock
+    queued: float = 0.0  # seconds until it was first admitted
     cached: int = -1  # prompt tokens found in the prefix index when first admitted; -1: not yet
     history: deque[str] = field(default_factory=lambda: deque(maxlen=8))
 

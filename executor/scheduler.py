@@ -59,6 +59,7 @@ class Scheduler:
         self.step_tokens = bounds.step_tokens  # the engine lowers it when steps take too long
         self.waiting = Queue(bounds)
         self.running: list[Group] = []  # in (priority, arrival) order, as is the queue
+        self.now = 0.0  # seconds; set by the engine, which has the clock
         self.counters = Counters()
         self._failures: list[tuple[bytes, Failed]] = []
         self._groups: dict[tuple[bytes, int], Group] = {}
@@ -85,6 +86,7 @@ class Scheduler:
         group = accept(self.bounds, submit, peer=peer, order=order, deadline=deadline)
         self.waiting.check_space(len(group.prompt))
         self._arrivals += 1
+        group.arrived = self.now
         self._groups[peer, submit.id] = group
         for seq in group.live:
             self._rename(seq)
@@ -338,8 +340,10 @@ class Scheduler:
         if group.sampling.logprobs >= 0:
             top = [TopToken(*pair) for pair in result.top]
             logprobs = [TokenLogprobs(result.logprob, top)]
-        cached = group.cached if len(seq.output) == 1 else 0
-        return Delta(group.id, seq.choice, [token], finish, cached, logprobs)
+        if len(seq.output) > 1:
+            return Delta(group.id, seq.choice, [token], finish, 0, logprobs)
+        queued = int(1000 * group.queued)
+        return Delta(group.id, seq.choice, [token], finish, group.cached, logprobs, queued)
 
     def _finish(self, seq: Sequence) -> None:
         group = seq.group
@@ -371,6 +375,7 @@ class Scheduler:
             group.together = len(group.live) == 1
             if not group.restarted:
                 group.cached = min(entry.computed, len(group.prompt))
+                group.queued = self.now - group.arrived
                 self.counters.prompt_tokens += len(group.prompt)
             lead.held = True
             lead.blocks = list(entry.blocks)

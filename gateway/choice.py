@@ -43,6 +43,7 @@ class Choice:
     Attributes:
         generated: tokens so far, the one that ended it included.
         cached: prompt tokens that were not computed.
+        queued_ms: how long its request waited for its first step.
         finished: nothing may be fed any more.
     """
 
@@ -57,6 +58,7 @@ class Choice:
         "finished",
         "generated",
         "index",
+        "queued_ms",
     )
 
     def __init__(
@@ -71,6 +73,7 @@ class Choice:
         self.index = index
         self.generated = 0
         self.cached = 0
+        self.queued_ms = 0
         self.finished = False
         self._detokenizer = detokenizer
         self._scanner = StopScanner(stops, include_stop)
@@ -82,6 +85,7 @@ class Choice:
     def feed(self, delta: Delta) -> Piece:
         """Take the next tokens."""
         self.cached = self.cached or delta.cached
+        self.queued_ms = self.queued_ms or delta.queued_ms
         # An end or stop id ends the text; it is not part of it.
         tokens = delta.tokens[:-1] if delta.finish == "stop" else delta.tokens
         shown, stopped = "", False

@@ -112,7 +112,9 @@ class Generation:
             sum(map(len, self.job.prompts)),
             sum(choice.generated for choice in self._choices),
             now - self._arrived,
-            None,
+            None
+            if self._first is None
+            else max(choice.queued_ms for choice in self._choices) / 1000,
             None if self._first is None else self._first - self._arrived,
         )
 

@@ -96,6 +96,7 @@ class Inbox:
                 delta,
                 tokens=earlier.tokens + delta.tokens,
                 cached=earlier.cached or delta.cached,
+                queued_ms=earlier.queued_ms or delta.queued_ms,
                 logprobs=earlier.logprobs + delta.logprobs,
             )
         self._waiting[choice] = delta

@@ -117,6 +117,7 @@ class Delta(Struct, frozen=True, array_like=True):
     finish: str = ""  # "", "stop" (end or stop id), "length"
     cached: TokenCount = 0  # prompt tokens that were not computed; on a choice's first delta only
     logprobs: list[TokenLogprobs] = []  # one per token when asked for
+    queued_ms: TokenCount = 0  # from submission to its first step; on a choice's first delta only
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):

@@ -139,7 +139,11 @@ class Router(_Socket):
     def __init__(self, endpoint: str, limits: Limits) -> None:
         super().__init__(zmq.ROUTER, limits)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.raw.bind(endpoint)
+        try:
+            self.raw.bind(endpoint)
+        except zmq.ZMQError:
+            super().close()
+            raise
         self._file = Path(endpoint.removeprefix("ipc://"))
         self._inode = self._file.stat().st_ino
 

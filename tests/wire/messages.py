@@ -130,7 +130,7 @@ TO_GATEWAY = (
     Welcome((1, 0), B, 3000, CARD),
     Events(
         deltas=[
-            Delta(5, 3, [9, 2], "stop", 16, [TokenLogprobs(-0.5, [TopToken(9, -0.5)])]),
+            Delta(5, 3, [9, 2], "stop", 16, [TokenLogprobs(-0.5, [TopToken(9, -0.5)])], 12),
             Delta(6, 0, [7]),
         ],
         failed=[Failed(8, Code.CONTEXT_LENGTH, "prompt has 3000 tokens, the model takes 2048")],
