@@ -76,7 +76,7 @@ class Stack:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.commands = {
             "memd": ["--admin-port", "0"],
-            "executor": ["--model", str(model), "--served-model-name", name],
+            "executor": ["--model", str(model), "--served-model-name", name, "--threads", "1"],
             "gateway": ["--port", "0"],
         }
         for key, value in executor.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -230,5 +232,40 @@ def test_a_request_larger_than_the_pool_is_refused_and_others_go_on(tiny_model: 
             greedy(small, [50] * 300, 300)
         assert greedy(small, [50] * 300, 20).usage.completion_tokens == 20
         eventually(lambda: small.used() == 0, 2, "no block is used")
+    finally:
+        small.down()
+
+
+def test_sixty_four_streams_in_a_third_of_the_memory_they_need_all_finish(tiny_model: Path) -> None:
+    """Each needs 19 blocks at its end; there are 405 for all of them."""
+    small = Stack(tiny_model, executor={"dtype": "float32", "num-blocks": "405"})
+
+    async def one(session: aiohttp.ClientSession, which: int) -> int:
+        body = {
+            "model": "tiny",
+            "prompt": [40 + (which * 31 + i * 7) % 200 for i in range(100)],
+            "max_tokens": 200,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        async with session.post(small.url + "/v1/completions", json=body) as answer:
+            chunks = [json.loads(event) async for event in events(answer) if event != "[DONE]"]
+        return int(chunks[-1]["usage"]["completion_tokens"])
+
+    async def run() -> list[int]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            return await asyncio.gather(*(one(session, which) for which in range(64)))
+
+    try:
+        small.up()
+        assert asyncio.run(run()) == [200] * 64
+        metrics = urllib.request.urlopen(small.url + "/metrics", timeout=5).read().decode()
+        preempted = re.search(r"^vllm:num_preemptions_total\{.*\} (.+)$", metrics, re.MULTILINE)
+        assert preempted is not None
+        assert float(preempted[1]) > 0
+        eventually(lambda: small.used() == 0, 2, "all blocks are back")
+        small.audit()
     finally:
         small.down()
