@@ -29,7 +29,7 @@ from executor.worker import Worker
 from wire import logs
 from wire.errors import Refused
 from wire.generate import MAX_TO_EXECUTOR, ModelCard
-from wire.memory import MAX_MESSAGE, PoolSpec
+from wire.memory import MAX_REPLY, PoolSpec
 from wire.rpc import BadEndpoint, Dealer, Limits, Router, ipc, private_directory
 
 log = logging.getLogger("executor")
@@ -76,7 +76,7 @@ def serve(config: Config) -> int:
             loaded = worker.call(lambda: _load(config, server), idle, CARE_S)
             runner = worker.call(lambda: _runner(config, loaded, server), idle, CARE_S)
             memory_socket = ipc(directory / "memd.sock")
-            with Dealer(memory_socket, Limits(max_message=MAX_MESSAGE)) as dealer:
+            with Dealer(memory_socket, Limits(max_message=MAX_REPLY)) as dealer:
                 memory = RemoteMemory(dealer, instance, _pool(config, loaded, runner))
                 scheduler = Scheduler(_bounds(config, loaded, runner))
                 engine = Engine(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from executor.request import Group, Sequence
 from wire.errors import Code, Refused
 from wire.generate import Submit
-from wire.memory import MAX_MESSAGE
+from wire.memory import MAX_TOKEN_BYTES
 
 # A whole sequence must fit one message to memd, beside everything else in it.
-MAX_CONTEXT = (MAX_MESSAGE - (64 << 10)) // 4
+MAX_CONTEXT = MAX_TOKEN_BYTES // 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ WAIT_MS = 20  # between calls of `idle`
 RESEND_S = 0.25  # first silence after which a message is sent again; doubles up to
 RESEND_MOST_S = 2.0
 RENEW_LEASES = 0.25  # a step that takes longer than this many leases renews it meanwhile
+SILENT_LEASES = 2  # a connection without a word for so many leases is given up for a new one
 BUSY_LEASES = 2  # a pool name held by another executor is waited for this many leases
 LEASE_S = 3.0  # assumed before memd says
 
@@ -126,8 +127,12 @@ class RemoteMemory:
         self._registered = None
         self._early.clear()
         told = False
+        connected_at = started
         while True:
             sent_at = self._clock()
+            if sent_at - connected_at > SILENT_LEASES * self.lease:
+                self._dealer.reconnect()
+                connected_at = sent_at
             connected = self._send(payload)
             reply = self._first_registration(sent_at + (1.0 if connected else 0.1), idle)
             match reply:
@@ -227,6 +232,9 @@ class RemoteMemory:
                     now - started,
                     self._number,
                 )
+            if now - started > SILENT_LEASES * self.lease:
+                self._dealer.reconnect()
+                raise Fenced(f"memd has been silent for {now - started:.1f} s")
             if not self._dealer.poll(WAIT_MS):
                 idle()
 

@@ -32,10 +32,13 @@ from executor.request import Group, Sequence, State
 from executor.rows import build
 from wire.errors import Code, Refused
 from wire.generate import Delta, Failed, Submit, TokenLogprobs, TopToken
-from wire.memory import MAX_MESSAGE, Admit, Admitted, Append, Fork, Granted, Refusal
+from wire.memory import MAX_TOKEN_BYTES, Admit, Admitted, Append, Fork, Granted, Refusal
 
 # Bytes of token ids in one step's admissions. One admission goes whatever its size.
-ADMISSION_BYTES = MAX_MESSAGE // 2
+ADMISSION_BYTES = MAX_TOKEN_BYTES // 2
+# Bytes of token ids in one step's commits, once for running sequences and once for those that leave. What
+# is over waits, or is not kept for reuse when its sequence is gone.
+COMMIT_BYTES = MAX_TOKEN_BYTES // 2
 # Steps in a row the only running request may be refused a block before it is failed.
 STARVED_STEPS = 64
 
@@ -67,6 +70,7 @@ class Scheduler:
         self._habits = Habits()
         self._next_id = 1
         self._arrivals = 0
+        self._leaving_bytes = 0
         self._leaving = Wants()  # last commits and frees of sequences that ended, for the next step
         self._freed_blocks = 0  # at most this many come free with those
         self._available = bounds.blocks  # blocks that could be granted after the last step
@@ -147,7 +151,7 @@ class Scheduler:
             fills: also tell memd how full the last blocks are, for its gauges.
         """
         wants, available = self._leaving, self._available + self._freed_blocks
-        self._leaving, self._freed_blocks = Wants(), 0
+        self._leaving, self._leaving_bytes, self._freed_blocks = Wants(), 0, 0
         proposal = Proposal(wants)
         proposal.left = self._propose_running(proposal)
         if fills and self.running:
@@ -198,7 +202,7 @@ class Scheduler:
         """memd has forgotten everything: all requests go back to the queue with the tokens they have."""
         for group in list(self.running):
             self._preempt(group, "memory daemon lost")
-        self._leaving, self._freed_blocks = Wants(), 0
+        self._leaving, self._leaving_bytes, self._freed_blocks = Wants(), 0, 0
         self.waiting.forget_refusal()
 
     def step_lost(self, plan: Plan) -> None:
@@ -223,7 +227,7 @@ class Scheduler:
         commits, appends = proposal.wants.commits, proposal.wants.appends
         groups: list[list[Sequence]] = []
         wants: list[list[int]] = []
-        total = 0
+        total = committed = 0
         for group in self.running:
             if not group.together:
                 self._propose_forks(group, proposal)
@@ -231,10 +235,11 @@ class Scheduler:
             members: list[Sequence] = []
             counts: list[int] = []
             for seq in group.live if group.together else group.live[:1]:
-                if seq.written // size > seq.committed // size:
+                if seq.written // size > seq.committed // size and committed < COMMIT_BYTES:
                     commit = seq.commit(size)
                     if commit is not None:
                         commits.append(commit)
+                        committed += len(commit.tokens)
                 if seq.pending:
                     if len(seq.output) + 1 >= limit:
                         continue  # the token being drawn is its last: nothing follows
@@ -457,9 +462,11 @@ class Scheduler:
         """Give its blocks back with the next message, after telling memd what in them is written."""
         del self._sequences[seq.id]
         if seq.held:
-            last = seq.commit(self.bounds.block_size) if commit else None
-            if last is not None:
-                self._leaving.commits.append(last)
+            if commit and self._leaving_bytes < COMMIT_BYTES:
+                last = seq.commit(self.bounds.block_size)
+                if last is not None:
+                    self._leaving.commits.append(last)
+                    self._leaving_bytes += len(last.tokens)
             self._leaving.frees.append(seq.id)
             self._freed_blocks += len(seq.blocks)
             seq.held = False

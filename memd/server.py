@@ -22,12 +22,12 @@ from memd.clock import PauseClock
 from memd.core import Memory
 from memd.invariants import Broken
 from wire.errors import Code
-from wire.memory import MAX_MESSAGE, MemoryCodec, Rejected, Reply, Step
+from wire.memory import MAX_STEP, MemoryCodec, Rejected, Reply, Step
 from wire.rpc import Limits, PeerGone, PeerSlow, Router, watch
 
 log = logging.getLogger(__name__)
 
-LIMITS = Limits(max_message=MAX_MESSAGE)
+LIMITS = Limits(max_message=MAX_STEP)
 TICK_S = 0.1
 MOST_BAD_FRAMES = 8  # of one peer; what it sends after that is not even decoded
 QUIET_S = 1.0  # after a line about a rejection, none about another with the same code

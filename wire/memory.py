@@ -24,8 +24,12 @@ from wire.errors import Code
 
 PROTOCOL = (1, 0)  # major must match; minor may differ, unknown trailing fields are ignored
 
-MAX_MESSAGE = (
-    1 << 20
+MAX_TOKEN_BYTES = 1 << 20  # of one sequence's ids in one message: a context of 262,144 tokens
+# Bytes of a whole message. The scheduler bounds admissions and commits far below the first; a reply is
+# larger where forks of long prompts bring their tables, and memd is trusted.
+MAX_STEP = 4 << 20
+MAX_REPLY = (
+    64 << 20
 )  # bytes; a step whose admissions would exceed it is sent in parts by the executor
 NULL_BLOCK = 0  # never granted, written, hashed or freed
 
@@ -37,7 +41,7 @@ Instance = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Tenant = Annotated[str, Meta(max_length=64)]
 TokenBytes = Annotated[
-    bytes, Meta(max_length=MAX_MESSAGE)
+    bytes, Meta(max_length=MAX_TOKEN_BYTES)
 ]  # token ids, uint32 little-endian, packed
 
 # ---------------------------------------------------------------- executor -> memd
@@ -119,7 +123,7 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     admits: Annotated[list[Admit], Meta(max_length=4096)] = []
     # Token counts of sequences inside their last block, as pairs (seq, tokens) of uint64 packed
     # little-endian; sent now and then, only so that the share of filled slots is known.
-    fills: Annotated[bytes, Meta(max_length=MAX_MESSAGE)] = b""
+    fills: Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)] = b""
 
 
 class Goodbye(Struct, frozen=True, array_like=True, tag="goodbye"):

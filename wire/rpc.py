@@ -91,7 +91,13 @@ class _Socket:
 
     def __init__(self, kind: int, limits: Limits) -> None:
         self._context = zmq.Context(io_threads=1)
-        self.raw: zmq.Socket[bytes] = self._context.socket(kind)
+        self._kind = kind
+        self._limits = limits
+        self.raw = self._open()
+
+    def _open(self) -> zmq.Socket[bytes]:
+        raw: zmq.Socket[bytes] = self._context.socket(self._kind)
+        limits = self._limits
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, limits.max_message),
@@ -107,7 +113,8 @@ class _Socket:
             (zmq.HEARTBEAT_TIMEOUT, limits.heartbeat_timeout_ms),
             (zmq.IMMEDIATE, 1),
         ):
-            self.raw.setsockopt(option, value)
+            raw.setsockopt(option, value)
+        return raw
 
     @property
     def closed(self) -> bool:
@@ -187,7 +194,15 @@ class Dealer(_Socket):
 
     def __init__(self, endpoint: str, limits: Limits) -> None:
         super().__init__(zmq.DEALER, limits)
+        self._endpoint = endpoint
         self.raw.connect(endpoint)
+
+    def reconnect(self) -> None:
+        """Start over with a new connection. libzmq does not come back by itself from every error: not, for
+        one, from a message larger than the limit."""
+        self.raw.close(linger=0)
+        self.raw = self._open()
+        self.raw.connect(self._endpoint)
 
     def receive(self, most: int = 1024) -> Iterator[bytes]:
         """Yield up to `most` waiting payloads; messages of more than one part are dropped."""

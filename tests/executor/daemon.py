@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memd.core import Memory
-from wire.memory import MAX_MESSAGE, MemoryCodec, Request
+from wire.memory import MAX_STEP, MemoryCodec, Request
 from wire.rpc import Limits, PeerGone, PeerSlow, Router, ipc
 
 
@@ -52,7 +52,7 @@ class Daemon:
 
     def _serve(self, core: Memory) -> None:
         codec = MemoryCodec()
-        with Router(self._endpoint, Limits(max_message=MAX_MESSAGE)) as router:
+        with Router(self._endpoint, Limits(max_message=MAX_STEP)) as router:
             while not self._stop.is_set():
                 if self.silent or not router.poll(5):
                     time.sleep(0.001)

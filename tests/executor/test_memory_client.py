@@ -197,3 +197,20 @@ def test_saying_goodbye_gives_everything_back_at_once(memory: RemoteMemory, daem
     while daemon.core.pools and time.monotonic() < until:
         time.sleep(0.01)
     assert not daemon.core.pools
+
+
+def test_an_answer_too_large_for_the_socket_costs_a_registration_not_the_service(
+    tmp_path: Path, daemon: Daemon
+) -> None:
+    """libzmq drops the connection at an oversize frame and does not come back by itself."""
+    dealer = Dealer(ipc(tmp_path / "memd.sock"), Limits(max_message=400))
+    spec = PoolSpec("pool", "model", "float32", 1, 2000, 64)
+    memory = RemoteMemory(dealer, uuid.uuid4().hex, spec)
+    with dealer:
+        memory.register(idle)
+        memory.ask(admit(1, 500))  # 500 block ids come back
+        with pytest.raises(Fenced):
+            memory.answer(idle)
+        memory.register(idle)
+        memory.ask(admit(2, 5))
+        assert len(memory.answer(idle).admitted[0].blocks) == 5

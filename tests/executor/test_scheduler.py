@@ -597,3 +597,15 @@ def test_a_plan_is_data_that_names_everything_a_runner_needs() -> None:
     assert (draw.seq, draw.choice, draw.position) == (row.seq, 0, 3)
     assert (draw.prompt, draw.output, draw.sampling.temperature) == ([5, 6, 7], [], 0.5)
     assert plan.number == 1
+
+
+def test_commits_over_the_bound_wait_for_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve sequences fill a block in the same step; only the first few may say so in it."""
+    monkeypatch.setattr("executor.scheduler.COMMIT_BYTES", 40)
+    driver = Driver(blocks=200)
+    serve(driver, [([7 + which] * 3, 1, 30) for which in range(12)])
+    sizes = [sum(len(commit.tokens) for commit in wants.commits) for wants in driver.memory.asked]
+    assert max(sizes) > 2 * 16
+    # Running and leaving sequences each pass the bound by at most their last commit, of their whole text.
+    assert max(sizes) <= 2 * 40 + 2 * 4 * 33
+    assert driver.memory.core.pools["test"].counters.seals > 0

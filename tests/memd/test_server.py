@@ -19,7 +19,7 @@ from tests.memd.driver import ME, OTHER, memory, pack, spec
 from tests.wire.strategies import depth
 from wire.errors import Code
 from wire.memory import (
-    MAX_MESSAGE,
+    MAX_STEP,
     Admit,
     Append,
     Goodbye,
@@ -274,7 +274,7 @@ def test_a_burst_of_steps_sent_ahead_is_answered_in_order(daemon: Daemon) -> Non
 def test_an_oversized_frame_is_lost_with_its_connection_and_others_go_on(daemon: Daemon) -> None:
     with daemon.executor(Limits(max_message=1 << 30)) as large, daemon.executor() as other:
         got = other.register(Register((1, 0), ME, spec(name="large")))
-        large.send(b"\xc4" * (MAX_MESSAGE + 1))
+        large.send(b"\xc4" * (MAX_STEP + 1))
         assert large.receive(0.3) is None
         assert isinstance(other.ask(Step(ME, got.generation, got.epoch, 1)), Granted)
         other.ask(Goodbye(ME, got.generation))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.wire.messages import FROM_MEMD, MESSAGES, TO_EXECUTOR, TO_GATEWAY, TO_MEMD, encoded
 from tests.wire.strategies import depth, generic, values
 from wire.generate import GenerateCodec, Submit, ToExecutor, ToGateway
-from wire.memory import MAX_MESSAGE, MemoryCodec, Register, Reply, Request, Step
+from wire.memory import MAX_TOKEN_BYTES, MemoryCodec, Register, Reply, Request, Step
 
 MEMORY, GENERATE = MemoryCodec(), GenerateCodec()
 DIRECTIONS: list[tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any], tuple[Any, ...]]] = [
@@ -149,7 +149,7 @@ OUT_OF_BOUNDS = [
     ("Step", (9, 0, 2), 0),  # a chunk of no tokens
     ("Step", (9, 0, 3), "t" * 65),
     ("Step", (9,), [[1, b"", 1]] * 4097),
-    ("Step", (10,), b"\0" * (MAX_MESSAGE + 1)),
+    ("Step", (10,), b"\0" * (MAX_TOKEN_BYTES + 1)),
     ("Goodbye", (1,), 7),
 ]
 
