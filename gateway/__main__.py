@@ -20,6 +20,7 @@ import uvloop
 from aiohttp import web
 
 from gateway.app import build_app
+from gateway.auth import KEYS
 from gateway.config import GatewayConfig, load_config
 from gateway.engine import ENGINE
 from gateway.guard import GuardedRunner
@@ -68,7 +69,7 @@ async def _serve(app: web.Application, config: GatewayConfig) -> int:
             host, port = await runner.listen(config.host, config.port)
         except OSError as error:
             return _refuse(_why_not_bound(config, error))
-        with _announced(config.run_dir, url := _url(host, port)):
+        with _announced(config.run_dir, url := _url(host, port), len(app[KEYS]) > 0):
             log.info("listening on %s", url)
             await stop.wait()
             await _drain(app, config.drain_seconds, hurry)
@@ -83,14 +84,18 @@ async def _drain(app: web.Application, seconds: float, hurry: asyncio.Event) -> 
     """Take nothing new (503, and /ready says so), wait for what runs, then end it with an error event."""
     admission = app[ADMISSION]
     admission.drain()
-    log.info("draining %d requests for up to %g s", admission.requests, seconds)
+    log.info("draining: %s for up to %g s", _requests(admission.requests), seconds)
     await _until_idle(app, seconds, hurry)
     if admission.requests:
-        log.warning("%d requests did not finish in time", admission.requests)
+        log.warning("%s did not finish in time", _requests(admission.requests))
         app[ENGINE].fail_all(
             Refused(Code.DRAINING, "The server shut down before this request finished; retry.")
         )
         await _until_idle(app, _LAST_WORDS_S, asyncio.Event())
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
 
 
 async def _until_idle(app: web.Application, seconds: float, hurry: asyncio.Event) -> None:
@@ -118,12 +123,12 @@ def _url(host: str, port: int) -> str:
 
 
 @contextlib.contextmanager
-def _announced(run_dir: Path, url: str) -> Iterator[None]:
+def _announced(run_dir: Path, url: str, needs_key: bool) -> Iterator[None]:
     """`gateway.json` in the run directory while we listen, whole or not at all."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = run_dir / "gateway.json"
     draft = run_dir / f".gateway.json.{os.getpid()}"
-    draft.write_bytes(msgspec.json.encode({"url": url, "pid": os.getpid()}))
+    draft.write_bytes(msgspec.json.encode({"url": url, "pid": os.getpid(), "needs_key": needs_key}))
     draft.replace(path)
     try:
         yield

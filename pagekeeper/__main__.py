@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ USAGE = """usage: pagekeeper COMMAND [FLAGS]
   status  show what runs and what is in memory
   down    stop a server started with `up`
 
+`pagekeeper --version` prints the version.
 `pagekeeper COMMAND --help` lists the flags; each has a PAGEKEEPER_… environment twin."""
 
 
@@ -32,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from pagekeeper.status import down
 
             return down(load_at(rest, "down", "Stop a server started with `pagekeeper up`."))
+        case ["--version" | "-V" | "version"]:
+            print(f"pagekeeper {importlib.metadata.version('pagekeeper')}")
+            return 0
         case ["-h" | "--help" | "help"]:
             print(USAGE)
             return 0

@@ -51,6 +51,8 @@ def specs(config: UpConfig) -> list[Spec]:
                 *_python("gateway", config),
                 *_flag("host", config.host),
                 *_flag("port", config.port),
+                *_given(config, ("api_key_file",)),
+                *(("--insecure-no-auth",) if config.insecure_no_auth else ()),
                 *_flag("drain_seconds", config.drain_seconds),
             ),
             # Not a flag: every user of this machine can read command lines.

@@ -7,7 +7,11 @@ down once, in the child's own `config.py`. A child's other settings are reached 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +33,7 @@ class UpConfig:
         None, "folder, GGUF file or name of the model (default SmolLM2-135M-Instruct)"
     )
     served_model_name: str | None = flag(None, "name clients use for it")
-    host: str = flag("127.0.0.1", "address of the API; any but loopback needs --api-keys")
+    host: str = flag("127.0.0.1", "address of the API; any but loopback needs keys")
     port: int = flag(8000, "port of the API; 0 takes a free one", least=0, most=65535)
     admin_port: int = flag(
         9100, "port of memd's page on 127.0.0.1; 0 takes a free one", least=0, most=65535
@@ -37,6 +41,10 @@ class UpConfig:
     api_keys: Secret | None = flag(
         None, "keys clients must present, separated by commas; better given in the environment"
     )
+    api_key_file: Path | None = flag(
+        None, "file of keys, one 'KEY [TENANT]' a line; KEY may be sha256:HEX"
+    )
+    insecure_no_auth: bool = flag(False, "allow a public --host without API keys")
     device: Literal["cpu", "cuda"] | None = flag(None, "where to compute")
     dtype: Literal["float32", "bfloat16"] | None = flag(None, "of weights and KV")
     kv_memory: Size | None = flag(None, "memory of the KV pool")
@@ -63,13 +71,28 @@ class AtConfig:
     admin_token: Secret | None = flag(None, "memd's admin token, when it has one")
 
 
-def first_key(keys: Secret | None) -> str:
-    """One of the keys, for asking our own server; empty without any."""
-    return keys.split(",")[0].strip() if keys else ""
+# Names that other parts of this repository read: caches, compose.yaml, the tests.
+_OTHERS = ("CACHE", "MODELS", "FUZZ", "FUZZ_OPS", "FULL")
+
+
+def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence for each `PAGEKEEPER_*` variable that nothing reads: most likely a slip of the pen."""
+    environ = os.environ if environ is None else environ
+    fields = (*dataclasses.fields(UpConfig), *dataclasses.fields(AtConfig))
+    known = [f"PAGEKEEPER_{name}" for name in (*(f.name.upper() for f in fields), *_OTHERS)]
+    said = []
+    for name in sorted(environ):
+        if name.startswith("PAGEKEEPER_") and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            said.append(f"nothing reads the environment variable {name}{meant}")
+    return said
 
 
 def load_up(argv: Sequence[str]) -> UpConfig:
     """Settings of `up`; exits with status 2 on a bad value."""
+    for sentence in unknown_names():
+        print(f"pagekeeper up: {sentence}", file=sys.stderr)
     return load(
         UpConfig,
         program="pagekeeper up",

@@ -34,12 +34,16 @@ def get(url: str, token: str = "") -> tuple[int, bytes]:
         connection.close()
 
 
+def ask(url: str, token: str = "") -> tuple[int, dict[str, Any]]:
+    """GET `url`; returns status and the JSON object in the body, empty when there is none."""
+    status, body = get(url, token)
+    return status, _object(body)
+
+
 def get_json(url: str, token: str = "") -> dict[str, Any]:
     """The JSON object at `url`; empty when it cannot be had."""
-    status, body = get(url, token)
-    if status != 200:
-        return {}
-    return _object(body)
+    status, found = ask(url, token)
+    return found if status == 200 else {}
 
 
 def address(run_dir: Path, process: str) -> str:
@@ -55,17 +59,25 @@ def address(run_dir: Path, process: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now. Port 0 always is."""
+def needs_key(run_dir: Path) -> bool:
+    """Whether the gateway wrote to the run directory that its clients must present a key."""
+    try:
+        return bool(_object((run_dir / "gateway.json").read_bytes()).get("needs_key"))
+    except OSError:
+        return False
+
+
+def listen_error(host: str, port: int) -> OSError | None:
+    """Why no server could listen there now; None when one could, which is always so for port 0."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As servers do it: connections of the last run that still wind down do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
 def _object(body: bytes) -> dict[str, Any]:

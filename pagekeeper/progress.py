@@ -7,7 +7,7 @@ import shutil
 from typing import TextIO
 
 BAR_CELLS = 24
-PLAIN_STEP = 10  # per cent between two plain lines
+PLAIN_STEP = 25  # per cent between two plain lines
 
 _LOADING = re.compile(r"loading (?P<what>\S+) (?P<percent>\d{1,3})\s?%")
 

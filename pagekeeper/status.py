@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pagekeeper import lock, probe
-from pagekeeper.config import AtConfig, first_key
+from pagekeeper import keys, lock, probe
+from pagekeeper.config import AtConfig
 
 STOP_SECONDS = 90.0  # for a server that drains, before `down` stops waiting
 
@@ -21,22 +21,41 @@ def status(config: AtConfig) -> int:
     if not lock.owner(config.run_dir) and not api and not admin:
         print(f"nothing runs in {config.run_dir}")
         return 3
-    key = first_key(config.api_keys)
-    ready = bool(api) and probe.get(f"{api}/ready")[0] == 200
-    models = probe.get_json(f"{api}/v1/models", key).get("data", []) if api else []
-    state = probe.get_json(f"{admin}/v1/state", config.admin_token or "") if admin else {}
-    print("\n".join(_table(api, admin, ready, models, state)))
+    ready, said = _readiness(api) if api else (False, "")
+    token = config.admin_token or os.environ.get("MEMD_ADMIN_TOKEN", "")
+    status, state = probe.ask(f"{admin}/v1/state", token) if admin else (0, {})
+    epoch = state.get("epoch", "-") if status != 401 else "needs a token (PAGEKEEPER_ADMIN_TOKEN)"
+    model = _model(config, api) if api else "-"
+    rows = [
+        ("gateway", f"{api}  {said}" if api else "not running"),
+        ("model", model),
+        ("memd", f"{admin}  epoch {epoch}" if admin else "not running"),
+    ]
+    print("\n".join(_table(rows, state)))
     return 0 if ready else 3
 
 
-def _table(
-    api: str, admin: str, ready: bool, models: list[dict[str, Any]], state: dict[str, Any]
-) -> list[str]:
-    rows = [
-        ("gateway", f"{api or 'not running'}  {'ready' if ready else 'not ready'}"),
-        ("model", ", ".join(str(model.get("id")) for model in models) or "-"),
-        ("memd", f"{admin or 'not running'}  epoch {state.get('epoch', '-')}"),
-    ]
+def _readiness(api: str) -> tuple[bool, str]:
+    """Whether it serves, and what to say of it: `ready`, or why not, such as that it drains."""
+    code, body = probe.ask(f"{api}/ready")
+    if code == 200:
+        return True, "ready"
+    return False, f"not ready: {body.get('status') or 'it does not answer'}"
+
+
+def _model(config: AtConfig, api: str) -> str:
+    """What is served, or what keeps us from asking. A gateway that needs a key is not asked without one:
+    it would log a refusal."""
+    key = keys.find(config.api_keys).one
+    if not key and probe.needs_key(config.run_dir):
+        return "needs a key (PAGEKEEPER_API_KEYS)"
+    code, body = probe.ask(f"{api}/v1/models", key)
+    if code == 401:
+        return "the key is not one of this server's (PAGEKEEPER_API_KEYS)"
+    return ", ".join(str(model.get("id")) for model in body.get("data", [])) or "-"
+
+
+def _table(rows: list[tuple[str, str]], state: dict[str, Any]) -> list[str]:
     for pool in state.get("pools", []):
         total = pool.get("total", 0)
         shares = "  ".join(f"{kind} {pool.get(kind, '-')}" for kind in ("used", "cached", "free"))

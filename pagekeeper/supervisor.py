@@ -145,6 +145,7 @@ class Supervisor:
             before has ended, because the first ones serve the later ones while those drain.
         on_line: called with a child's name and a line it wrote.
         on_event: called with a sentence when something happens to a child.
+        on_death: called with the name of a child that died after `started` and will be started again.
     """
 
     def __init__(
@@ -153,11 +154,13 @@ class Supervisor:
         on_line: Callable[[str, str], None],
         on_event: Callable[[str], None],
         policy: Policy | None = None,
+        on_death: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.children = [Child(spec, on_line) for spec in specs]
         self.gave_up: GaveUp | None = None
         self._policy = policy or Policy()
         self._on_event = on_event
+        self._on_death = on_death
         self._started = False
         self._stopping = asyncio.Event()
         self._killed = False
@@ -220,6 +223,8 @@ class Supervisor:
             self._on_event(
                 f"{child.spec.name} ended ({describe_status(status)}): starting it again in {delay:g} s"
             )
+            if self._started:
+                self._on_death(child.spec.name)
             try:
                 await asyncio.wait_for(self._stopping.wait(), timeout=delay)
             except TimeoutError:

@@ -6,6 +6,7 @@ Messages carry key fields (`request=`, `seq=`, `instance=`); prompt text is neve
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from typing import Literal
@@ -14,6 +15,17 @@ import msgspec
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+_ID = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
+
+
+class _TextFormatter(logging.Formatter):
+    """Cuts random ids to eight digits on info lines, which people skim; warnings and JSON have them whole."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        return _ID.sub(r"\1", line) if record.levelno == logging.INFO else line
 
 
 class _JsonFormatter(logging.Formatter):
@@ -37,6 +49,6 @@ def configure(process: str, level: LogLevel, style: LogFormat) -> None:
         handler.setFormatter(_JsonFormatter())
     else:
         handler.setFormatter(
-            logging.Formatter(f"%(asctime)s %(levelname).1s {process} %(message)s", "%H:%M:%S")
+            _TextFormatter(f"%(asctime)s %(levelname).1s {process} %(message)s", "%H:%M:%S")
         )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import sys
 import types
@@ -129,6 +130,20 @@ def _refuse(program: str, message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as `_refuse` does, without the usage of all flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        _refuse(self.prog, f"{message}; --help lists the flags")
+
+
+def _unknown(words: Sequence[str], fields: Sequence[str]) -> str:
+    word = words[0].partition("=")[0]
+    near = difflib.get_close_matches(word, [flag_name(name) for name in fields], 1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"{word} is not a flag of this command: {meant}--help lists them"
+
+
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
@@ -154,9 +169,7 @@ def load(
     environ = os.environ if environ is None else environ
     fields = dataclasses.fields(config)  # type: ignore[arg-type]
     kinds = typing.get_type_hints(config)
-    parser = argparse.ArgumentParser(
-        prog=program, description=description, allow_abbrev=False, exit_on_error=True
-    )
+    parser = _Parser(prog=program, description=description, allow_abbrev=False, exit_on_error=True)
     for field in fields:
         twin = f"{prefix}_{field.name.upper()}"
         shown = "" if field.default in (None, "", ()) else f" (default {_show(field.default)})"
@@ -171,7 +184,9 @@ def load(
             **extra,
         )
     parser.add_argument("--print-config", action="store_true", help="print the settings and exit")
-    given = parser.parse_args(argv)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(program, _unknown(unknown, [field.name for field in fields]))
 
     values: dict[str, Any] = {}
     for field in fields:

@@ -40,7 +40,7 @@ EXECUTOR = """
         time.sleep(60)
 """
 
-STATE = """{"/v1/state": {"epoch": 7, "pools": [
+STATE = """{"/health": {}, "/v1/state": {"epoch": 7, "pools": [
     {"name": "tiny", "total": 10, "used": 1, "cached": 2, "free": 7, "sequences": 1}]}}"""
 API = """{"/ready": {}, "/v1/models": {"data": [{"id": "tiny"}]}}"""
 

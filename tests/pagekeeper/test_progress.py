@@ -32,13 +32,13 @@ def test_the_bar_is_full_only_at_the_end(percent: int) -> None:
     assert ("░" not in bar(percent)) == (percent == 100)
 
 
-def test_without_a_terminal_each_tenth_is_one_plain_line() -> None:
+def test_without_a_terminal_each_quarter_is_one_plain_line() -> None:
     out = io.StringIO()
     progress = Progress(out)
     for percent in range(0, 101):
         progress.loading("m", percent)
     progress.done()
-    assert out.getvalue().splitlines() == [f"loading m {p} %" for p in range(0, 101, 10)]
+    assert out.getvalue().splitlines() == [f"loading m {p} %" for p in range(0, 101, 25)]
     assert "\x1b" not in out.getvalue()
 
 

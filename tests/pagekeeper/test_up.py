@@ -12,14 +12,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from pagekeeper import lock
+from pagekeeper import keys, lock
 from pagekeeper.__main__ import main
 from pagekeeper.children import specs
-from pagekeeper.config import AtConfig, UpConfig, load_up
+from pagekeeper.config import AtConfig, UpConfig, load_up, unknown_names
 from pagekeeper.status import down, status
-from pagekeeper.up import up
+from pagekeeper.up import _Launch, up
 from tests.pagekeeper.fakes import three
 from wire.settings import Secret, Size
 
@@ -85,7 +86,7 @@ def test_a_start_shows_progress_and_addresses_and_a_stop_leaves_nothing(
 def test_a_child_that_refuses_its_settings_ends_the_start_with_its_own_line(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert up(config(run_dir), three(run_dir, executor=DIES)[:2]) == 1
+    assert up(config(run_dir), three(run_dir, executor=DIES)[:2]) == 2
     err = capsys.readouterr().err
     assert err.rstrip().endswith("executor cannot start: --model nowhere: no such file")
     assert "Traceback" not in err
@@ -142,6 +143,84 @@ def test_a_taken_port_is_refused_before_anything_starts(
     assert f"port {port} on 127.0.0.1 is taken" in err
     assert f"--{flag.replace('_', '-')}" in err
     assert err.count("\n") == 1
+
+
+def test_equal_ports_are_refused_at_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert up(UpConfig(run_dir=run_dir, port=8031, admin_port=8031)) == 2
+    assert "--port and --admin-port are both 8031" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may use every port")
+def test_a_port_of_the_system_is_told_from_a_taken_one(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert up(UpConfig(run_dir=run_dir, port=1, admin_port=0)) == 2
+    assert "choose one above 1023 with --port" in capsys.readouterr().err
+
+
+def test_a_public_host_without_keys_is_refused_before_anything_starts(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert up(UpConfig(run_dir=run_dir, host="0.0.0.0", port=0, admin_port=0)) == 2
+    err = capsys.readouterr().err
+    assert "PAGEKEEPER_API_KEYS or --api-key-file" in err
+    assert err.count("\n") == 1
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert up(config(Path("/proc/nowhere"))) == 2
+    assert "--run-dir /proc/nowhere could not be created" in capsys.readouterr().err
+
+
+def test_a_server_with_keys_is_neither_asked_without_one_nor_shown_as_open(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATEWAY_API_KEYS", "sha256:" + 64 * "0")
+    launch = _Launch(config(run_dir), three(run_dir))
+    shown = launch._welcome()
+    assert '-H "Authorization: Bearer YOUR_KEY"' in shown
+    monkeypatch.delenv("GATEWAY_API_KEYS")
+    (run_dir / "gateway.json").write_text('{"url": "http://127.0.0.1:1", "needs_key": true}')
+    assert status(AtConfig(run_dir=run_dir)) == 3
+    assert "needs a key (PAGEKEEPER_API_KEYS)" in capsys.readouterr().out
+
+
+def test_a_process_that_died_is_reported_back(launcher: subprocess.Popen[str]) -> None:
+    (memd,) = [c for c in psutil.Process(launcher.pid).children() if "memd.json" in c.cmdline()]
+    memd.kill()
+    assert launcher.stdout is not None
+    lines = filter(None, map(str.strip, launcher.stdout))
+    assert next(lines).startswith("memd ended (killed by SIGKILL)")
+    assert next(lines).startswith("memd is back after ")
+
+
+def test_keys_are_found_where_the_gateway_will_find_them(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# comment\nsha256:{64 * '0'} t\nsk-plain tenant\n")
+    assert keys.find(None, None, {}) == keys.Keys(False, "")
+    assert keys.find(Secret("a,b"), None, {"GATEWAY_API_KEYS": "c"}) == keys.Keys(True, "a")
+    assert keys.find(None, None, {"GATEWAY_API_KEYS": " c"}) == keys.Keys(True, "c")
+    assert keys.find(None, file, {}) == keys.Keys(True, "sk-plain")
+    assert keys.find(None, None, {"GATEWAY_API_KEY_FILE": str(file)}).one == "sk-plain"
+
+
+def test_a_variable_that_nothing_reads_is_named_with_the_likely_one() -> None:
+    assert unknown_names({"PAGEKEEPER_MODLE": "x", "PAGEKEEPER_PORT": "1", "HOME": "/"}) == [
+        "nothing reads the environment variable PAGEKEEPER_MODLE; did you mean PAGEKEEPER_MODEL?"
+    ]
+
+
+def test_an_unknown_flag_is_one_line_with_the_likely_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        load_up(["--modle", "x"])
+    assert refused.value.code == 2
+    err = capsys.readouterr().err
+    assert err == (
+        "pagekeeper up: --modle is not a flag of this command: did you mean --model? "
+        "--help lists them\n"
+    )
 
 
 def test_only_what_was_given_is_handed_to_children(run_dir: Path) -> None:

@@ -43,6 +43,21 @@ def test_json_lines_hold_one_object_each_whatever_the_message(
     assert entry["time"].endswith("Z")
 
 
+def test_random_ids_are_short_on_info_lines_for_people_and_whole_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = "0123456789abcdef" * 2
+    configure("gateway", "info", "text")
+    logging.getLogger("x").info("refused request=req-%s status=404", whole)
+    logging.getLogger("x").error("broke request=req-%s", whole)
+    configure("gateway", "info", "json")
+    logging.getLogger("x").info("refused request=req-%s", whole)
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.endswith("refused request=req-01234567 status=404")
+    assert whole in second
+    assert whole in third
+
+
 def test_lines_below_the_level_are_not_written(capsys: pytest.CaptureFixture[str]) -> None:
     configure("memd", "warning", "text")
     logging.getLogger("x").info("quiet")

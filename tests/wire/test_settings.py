@@ -124,7 +124,7 @@ def test_an_abbreviated_or_unknown_flag_is_refused(capsys: pytest.CaptureFixture
     for argv in (["--por", "1"], ["--nonsense"]):
         with pytest.raises(SystemExit, match="2"):
             read(*argv)
-    assert "unrecognized arguments" in capsys.readouterr().err
+    assert "is not a flag of this command" in capsys.readouterr().err
 
 
 def test_print_config_shows_what_would_be_used_as_json(capsys: pytest.CaptureFixture[str]) -> None:
