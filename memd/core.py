@@ -85,15 +85,16 @@ class Memory:
 
     # ------------------------------------------------------------ messages
 
-    def handle(self, now: float, request: Request) -> Reply:
+    def handle(self, now: float, request: Request, packed: bytes | None = None) -> Reply:
         """Answer one message. Never raises for a request that was decoded.
 
         A `Goodbye` is answered by a `Granted` of number 0.
 
         Args:
             now: seconds on any clock that never goes back.
+            packed: the request as it came, to spare encoding it again for the journal.
         """
-        self.journal.add(now, "request", self._encode(request))
+        self.journal.add(now, "request", packed or self._encode(request))
         match request:
             case Step():
                 return self._step(now, request)

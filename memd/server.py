@@ -140,7 +140,7 @@ class Server:
                 continue
             meter.messages += 1
             try:
-                reply = self.memory.handle(clock(), request)
+                reply = self.memory.handle(clock(), request, payload)
             except Exception:
                 number = request.number if isinstance(request, Step) else 0
                 reply = self._unexpected(number)
