@@ -193,7 +193,7 @@ def test_a_bug_in_the_core_is_answered_and_service_goes_on_while_all_rules_hold(
 ) -> None:
     bench.call(REGISTER)
 
-    def fail(now: float, request: Request) -> Reply:
+    def fail(now: float, request: Request, packed: bytes) -> Reply:
         raise ZeroDivisionError
 
     monkeypatch.setattr(bench.memory, "handle", fail)
@@ -211,7 +211,7 @@ def test_memory_found_inconsistent_after_a_bug_grants_nothing_more(
     bench.call(REGISTER)
     bench.call(Step(ME, 1, 7, 1, admits=[Admit(1, pack(range(5)), 5)]))
 
-    def half_done(now: float, request: Request) -> Reply:
+    def half_done(now: float, request: Request, packed: bytes) -> Reply:
         bench.memory.pools["p"].refs[1] += 1
         raise ZeroDivisionError
 
