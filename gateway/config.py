@@ -69,7 +69,7 @@ class GatewayConfig:
     header_timeout: float = flag(10.0, "seconds for a request's headers to arrive", least=0.01)
     body_timeout: float = flag(15.0, "seconds for a request's body to arrive", least=0.01)
     write_timeout: float = flag(
-        10.0, "seconds a client may leave a stream unread before it is dropped", least=0.01
+        10.0, "seconds a client may leave a response unread before it is dropped", least=0.01
     )
     keepalive_timeout: float = flag(75.0, "seconds an idle connection is kept", least=0.01)
     stuck_seconds: float = flag(

@@ -1,8 +1,8 @@
 """The front door: what every connection and request passes before a handler sees it.
 
-aiohttp has no deadline for request headers, no cap on connections, and answers malformed HTTP in plain
-text. `GuardedRunner` serves an application with all three put right; `protect` gives an application its
-middlewares in the one order that is safe.
+aiohttp has no deadline for request headers nor for what clients leave unread, no cap on connections, and
+answers malformed HTTP in plain text. `GuardedRunner` serves an application with all that put right;
+`protect` gives an application its middlewares in the one order that is safe.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
+import struct
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from aiohttp import hdrs, web
 from gateway import auth, cors, errors
 from gateway.config import CONFIG, GatewayConfig
 from gateway.errors import ApiError, error_body, error_response, new_request_id, retry_headers
+from gateway.sse import reset
 from wire.errors import Code
 
 log = logging.getLogger(__name__)
@@ -26,6 +29,8 @@ _LINGER = (
     2.0  # seconds to swallow what a refused client still sends, so that it can read the refusal
 )
 _REFUSED_AT_ONCE = 256  # connections over the cap that get an answer; any more are dropped
+_LOOKS = 4  # at what a client leaves unread, in one write timeout; at least one a second
+_BYTES_ACKED = 120  # offset of that counter, 64 bits wide, in Linux's struct tcp_info
 
 
 def protect(app: web.Application, config: GatewayConfig) -> None:
@@ -68,16 +73,29 @@ def _raw(error: ApiError) -> bytes:
 class GuardedHandler(web.RequestHandler):
     """aiohttp's protocol with a deadline for headers and OpenAI bodies for malformed HTTP."""
 
-    __slots__ = ("_header_deadline", "_header_timeout", "_heard")
+    __slots__ = (
+        "_acked",
+        "_header_deadline",
+        "_header_timeout",
+        "_heard",
+        "_line",
+        "_looks",
+        "_unsent",
+    )
 
     def __init__(self, manager: web.Server, *, header_timeout: float, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self._header_timeout = header_timeout
         self._header_deadline: asyncio.TimerHandle | None = None
         self._heard = False  # whether part of a request has arrived
+        self._line: (
+            asyncio.Transport
+        )  # as `transport`, which aiohttp forgets while the last bytes leave
+        self._unsent = self._acked = self._looks = 0  # see `unmoved`
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._line = cast(asyncio.Transport, transport)
         self._arm()
 
     def data_received(self, data: bytes) -> None:
@@ -95,6 +113,23 @@ class GuardedHandler(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._disarm()
         super().connection_lost(exc)
+
+    def unmoved(self) -> int:
+        """How many calls in a row, this one included, found bytes unsent of which the client took none.
+
+        Counting calls and not seconds forgives this process's own pauses.
+        """
+        unsent = self._line.get_write_buffer_size()
+        # What is written meanwhile can hide from the buffer's size that the client reads.
+        acked = _acknowledged(self._line) if unsent else self._acked
+        moved = not unsent or unsent < self._unsent or acked > self._acked
+        self._unsent, self._acked = unsent, acked
+        self._looks = 0 if moved else self._looks + 1
+        return self._looks
+
+    def hang_up(self) -> None:
+        """Close without sending what waits, also when the connection is closing already."""
+        reset(self._line)
 
     def _arm(self) -> None:
         if self._header_deadline is None:
@@ -135,6 +170,10 @@ class GuardedHandler(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what no middleware could: bytes that are not HTTP, and errors outside of them."""
+        if isinstance(exc, ConnectionError):
+            # The client left, or a response that had begun was given up, which is in the log already.
+            log.debug("connection of %s broke: %s", request.remote, exc)
+            raise exc
         if status < 500:
             log.debug("malformed request from %s: %s", request.remote, message)
         else:
@@ -157,6 +196,16 @@ class GuardedHandler(web.RequestHandler):
         response = error_response(error)
         response.headers["x-request-id"] = new_request_id(request)
         return response
+
+
+def _acknowledged(transport: asyncio.Transport) -> int:
+    """Bytes that the other side's kernel has taken so far; 0 when this one does not tell."""
+    try:
+        connection = transport.get_extra_info("socket")
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+        return int(struct.unpack_from("=Q", told, _BYTES_ACKED)[0])
+    except (AttributeError, OSError, ValueError, struct.error):
+        return 0
 
 
 class _Refusal(asyncio.Protocol):
@@ -213,6 +262,32 @@ class _Door:
         return _Refusal(self)
 
 
+class _Sweep:
+    """Drops the clients that read nothing for `write_timeout` seconds while something waits for them.
+
+    aiohttp waits for such a client without a limit: in the middle of an ordinary response, and for the end
+    of any response when it closes.
+    """
+
+    def __init__(self, server: web.Server, write_timeout: float) -> None:
+        self._server = server
+        self._every = min(1.0, write_timeout / _LOOKS)
+        self._patience = round(write_timeout / self._every)
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._every, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(self._every, self._look)
+        for client in self._server.connections:
+            # The first of the calls only begins to count.
+            if isinstance(client, GuardedHandler) and client.unmoved() > self._patience:
+                log.debug("dropped %s, which does not read", client.peername)
+                client.hang_up()
+
+
 class GuardedRunner(web.AppRunner):
     """Serves an application behind the door. Handlers of clients that left are cancelled."""
 
@@ -234,6 +309,7 @@ class GuardedRunner(web.AppRunner):
             **self._options,
         )
         self._config = config
+        self._sweep: _Sweep | None = None
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Accept connections; returns the address bound, for port 0.
@@ -246,9 +322,16 @@ class GuardedRunner(web.AppRunner):
         door = _Door(self.server, self._config, {**self._options, "loop": loop})
         listener = await loop.create_server(door, host, port, backlog=1024, reuse_address=True)
         self._listener = listener
+        self._sweep = _Sweep(self.server, self._config.write_timeout)
         bound = listener.sockets[0].getsockname()
         return bound[0], bound[1]
 
     def stop_listening(self) -> None:
         """Accept no more connections; open ones stay."""
         self._listener.close()
+
+    async def cleanup(self) -> None:
+        """End all connections; those whose clients do not read are not waited for."""
+        await super().cleanup()
+        if self._sweep is not None:
+            self._sweep.stop()

@@ -7,7 +7,9 @@ stream's chunks is encoded once per choice: a token costs one encoded string and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import struct
 
 import msgspec
 from aiohttp import web
@@ -38,6 +40,14 @@ def json_text(text: str) -> bytes:
     if text.isascii():
         return encoded
     return encoded.decode().translate(_LINE_ENDS).encode()
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """Close a connection at once, and have the kernel forget what the client left unread."""
+    if (connection := transport.get_extra_info("socket")) is not None:
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
 
 
 class SlowReader(ConnectionResetError):
@@ -107,6 +117,6 @@ class EventStream:
             if left < least:
                 least, progress = left, loop.time()
             elif loop.time() - progress > self._write_timeout:
-                self._transport.abort()
+                reset(self._transport)
                 raise SlowReader(f"the client read nothing for {self._write_timeout:g} s")
             await asyncio.sleep(_POLL_S)

@@ -3,6 +3,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import select
+import socket
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -13,6 +16,7 @@ from aiohttp import web
 
 from gateway import guard
 from gateway.config import GatewayConfig, load_config
+from gateway.sse import HIGH_WATER, EventStream
 from tests.gateway.front import CHAT, Answer, build, call, exchange, hang_up, listening, parse
 
 T = TypeVar("T")
@@ -333,3 +337,166 @@ def test_by_default_no_page_of_another_origin_may_call() -> None:
     refused, answer = run(case())
     assert refused.status == 405
     assert "access-control-allow-origin" not in answer.headers
+
+
+BIG = b"x" * (4 << 20)  # more than the kernel keeps for a client that does not read
+EVENT = b"data: " + b"x" * 1000 + b"\n\n"
+
+
+async def _big(request: web.Request) -> web.Response:
+    return web.Response(body=BIG)
+
+
+async def _tail(request: web.Request) -> web.StreamResponse:
+    """A stream that ends while a little of it is still in the server's buffer."""
+    transport = request.transport
+    assert transport is not None
+    events = EventStream(request, 30)
+    response = await events.open()
+    while not transport.get_write_buffer_size():
+        await events.send(EVENT)
+    assert transport.get_write_buffer_size() < HIGH_WATER
+    await events.close()
+    return response
+
+
+async def _endless_stream(request: web.Request) -> web.StreamResponse:
+    events = EventStream(request, 30)
+    await events.open()
+    while True:
+        await events.send(EVENT)
+
+
+def mute(port: int, sent: bytes) -> socket.socket:
+    """A client that asks and does not read."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    client.sendall(sent)
+    client.setblocking(False)
+    return client
+
+
+async def until_reset(clients: list[socket.socket], seconds: float) -> None:
+    """Fails unless the server has reset all connections by then."""
+    poller = select.poll()
+    for client in clients:
+        poller.register(client, 0)  # errors and hang-ups only
+    deadline = time.monotonic() + seconds
+    while len(poller.poll(0)) < len(clients):
+        left = len(clients) - len(poller.poll(0))
+        assert time.monotonic() < deadline, f"{left} connections are still open"
+        await asyncio.sleep(0.05)
+
+
+def serving(config: GatewayConfig) -> web.Application:
+    app = build(config)
+    app.router.add_get("/big", _big)
+    app.router.add_get("/tail", _tail)
+    app.router.add_get("/endless", _endless_stream)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("path", "times", "keepalive"),
+    [
+        ("/big", 1, 30),
+        ("/big", 10, 30),  # pipelined
+        ("/health", 20_000, 30),  # many small ones
+        ("/tail", 1, 30),  # the stream has ended and the connection is kept
+        ("/tail", 1, 0.05),  # and it is closed as soon as all is sent
+    ],
+)
+def test_clients_that_read_nothing_are_dropped_and_a_good_one_goes_on(
+    path: str, times: int, keepalive: float
+) -> None:
+    config = configured(write_timeout=0.5, keepalive_timeout=keepalive)
+    asked = f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+
+    async def insist(client: socket.socket) -> None:
+        with contextlib.suppress(ConnectionError):
+            await asyncio.get_running_loop().sock_sendall(client, asked * (times - 1))
+
+    async def case() -> None:
+        async with listening(serving(config), config) as port:
+            clients = [mute(port, asked) for _ in range(10 if times < 100 else 3)]
+            insisting = [asyncio.create_task(insist(client)) for client in clients]
+            # The handlers' work is not part of the time.
+            await asyncio.sleep(0.2)
+            friend = asyncio.create_task(call(port, "GET", "/big"))
+            await until_reset(clients, 2 if times < 100 else 10)
+            assert len((await friend).body) == len(BIG)
+            await asyncio.gather(*insisting)
+            for client in clients:
+                client.close()
+
+    run(case())
+
+
+@pytest.mark.parametrize("path", ["/big", "/endless"])
+def test_a_client_that_reads_slowly_but_steadily_is_kept(path: str) -> None:
+    config = configured(write_timeout=0.5)
+
+    async def case() -> None:
+        async with listening(serving(config), config) as port:
+            loop = asyncio.get_running_loop()
+            client = mute(port, f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+            for _ in range(20):
+                assert await loop.sock_recv(client, 8192)
+                await asyncio.sleep(0.1)
+            read = 0
+            while read < 1 << 20:
+                read += len(await loop.sock_recv(client, 1 << 16))
+            client.close()
+
+    run(case())
+
+
+def test_a_pause_of_the_whole_server_is_not_held_against_its_clients() -> None:
+    config = configured(write_timeout=0.5)
+
+    async def case() -> None:
+        async with listening(serving(config), config) as port:
+            loop = asyncio.get_running_loop()
+            client = mute(port, b"GET /big HTTP/1.1\r\nHost: a\r\n\r\n")
+            await asyncio.sleep(0.1)
+            time.sleep(1)  # noqa: ASYNC251 - the loop stands still
+            await asyncio.sleep(0)
+            read = 0
+            while read < len(BIG):
+                part = await loop.sock_recv(client, 1 << 16)
+                assert part
+                read += len(part)
+            client.close()
+
+    run(case())
+
+
+def test_a_client_that_leaves_in_the_middle_is_no_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = configured()
+    ended = asyncio.Event()
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        with contextlib.suppress(asyncio.CancelledError):  # it has something to finish first
+            await asyncio.sleep(0.2)
+        try:
+            events = EventStream(request, 30)
+            return await events.open()
+        finally:
+            ended.set()
+
+    async def case() -> None:
+        app = build(config)
+        app.router.add_get("/late", late)
+        async with listening(app, config) as port:
+            mute(port, b"GET /late HTTP/1.1\r\nHost: a\r\n\r\n").close()
+            async with asyncio.timeout(3):
+                await ended.wait()
+            await asyncio.sleep(0.05)
+
+    with caplog.at_level(logging.INFO):
+        run(case())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "Traceback" not in caplog.text
