@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-# Read once, when torch loads OpenMP. Threads that spin while they wait make a step three times slower as soon as
-# anything else wants a core, and a server's gateway always does.
+# Read once, when torch loads OpenMP. Threads that spin while they wait make a step three times slower as soon
+# as anything else wants a core, and a server's gateway always does.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
