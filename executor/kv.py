@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.models.config import ModelConfig
@@ -16,6 +18,22 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int
     """Bytes of one block: K and V of `block_size` tokens in all layers."""
     per_token = 2 * config.layers * config.kv_heads * config.head_dim
     return per_token * block_size * dtype.itemsize
+
+
+def copy_ids(copies: Sequence[Copy], num_blocks: int) -> NDArray[np.int64]:
+    """[copies, 2]: source and target of each, checked.
+
+    Raises:
+        ValueError: a block id is out of range, or a target is also a source or a target twice.
+    """
+    ids = np.array([(copy.source, copy.target) for copy in copies], np.int64).reshape(-1, 2)
+    if ids.size and (ids.min() < 1 or ids.max() >= num_blocks):
+        wrong = ids.min() if ids.min() < 1 else ids.max()
+        raise ValueError(f"copy names block {wrong}; blocks are 1 to {num_blocks - 1}")
+    written = set(ids[:, 1].tolist())
+    if len(written) != len(copies) or not written.isdisjoint(ids[:, 0].tolist()):
+        raise ValueError("a copy's target is also a source or a target of another copy")
+    return ids
 
 
 class KVCache:
@@ -62,16 +80,8 @@ class KVCache:
         """
         if not copies:
             return
-        sources = torch.tensor([copy.source for copy in copies], dtype=torch.int64)
-        targets = torch.tensor([copy.target for copy in copies], dtype=torch.int64)
-        lowest = int(torch.minimum(sources.min(), targets.min()))
-        highest = int(torch.maximum(sources.max(), targets.max()))
-        if lowest < 1 or highest >= self.num_blocks:
-            wrong = lowest if lowest < 1 else highest
-            raise ValueError(f"copy names block {wrong}; blocks are 1 to {self.num_blocks - 1}")
-        written = set(targets.tolist())
-        if len(written) != len(copies) or not written.isdisjoint(sources.tolist()):
-            raise ValueError("a copy's target is also a source or a target of another copy")
+        ids = torch.from_numpy(copy_ids(copies, self.num_blocks))
+        sources, targets = ids[:, 0], ids[:, 1]
         sources, targets = sources.to(self.keys.device), targets.to(self.keys.device)
         copy_blocks(self.keys, sources, targets)
         copy_blocks(self.values, sources, targets)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from executor.checks import check_range, check_span, warm_up_plans
 from executor.kv import KVCache, block_bytes
 from executor.load import LoadedModel
 from executor.models.decoder import Batch
@@ -15,9 +15,6 @@ from executor.plan import Draw, Drawn, Plan, Row
 from executor.sampler import sample
 from kernels.reference import Layout
 from wire.memory import NULL_BLOCK
-from wire.sampling import Sampling
-
-Ids = NDArray[np.int64]
 
 
 class Runner:
@@ -107,11 +104,8 @@ class Runner:
 
         Only before any block is granted.
         """
-        count = min(self._block_size, self._config.context_length) - 1
-        draw = Draw(1, 0, count, Sampling(seed=0, temperature=0), (), ())
-        for start, tokens in ((0, [0] * max(1, count)), (max(1, count), [0])):
-            if start + len(tokens) <= min(self._block_size, self._config.context_length):
-                self.run(Plan(0, [Row(1, start, tokens, [1], (draw,))]))
+        for plan in warm_up_plans(self._block_size, self._config.context_length):
+            self.run(plan)
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
         """The rows' tensors, after a check of every id that will index one."""
@@ -119,11 +113,11 @@ class Runner:
         counts = [len(row.tokens) for row in rows]
         starts = [row.start for row in rows]
         tables = [np.array(row.blocks, np.int64) for row in rows]
-        for row, count, table in zip(rows, counts, tables, strict=True):
-            self._check_span(row, count, len(table))
+        for row, table in zip(rows, tables, strict=True):
+            check_span(row, len(table), size, self._config.context_length)
         ids = np.array([token for row in rows for token in row.tokens], np.int64)
-        self._check_range("token", ids, 0, self._config.vocab_size)
-        self._check_range("block", np.concatenate(tables), NULL_BLOCK + 1, self._num_blocks)
+        check_range("token", ids, 0, self._config.vocab_size)
+        check_range("block", np.concatenate(tables), NULL_BLOCK + 1, self._num_blocks)
         positions = np.concatenate(
             [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         )
@@ -138,23 +132,3 @@ class Runner:
             slots=torch.from_numpy(slots).to(self._device),
             layout=layout,
         )
-
-    def _check_span(self, row: Row, count: int, blocks: int) -> None:
-        end = row.start + count
-        if count < 1 or row.start < 0 or end > self._config.context_length:
-            raise ValueError(
-                f"sequence {row.seq}: tokens at positions {row.start} to {end - 1}; the model has "
-                f"0 to {self._config.context_length - 1}"
-            )
-        if end > blocks * self._block_size:
-            raise ValueError(
-                f"sequence {row.seq}: {end} tokens do not fit {blocks} blocks of {self._block_size}"
-            )
-
-    @staticmethod
-    def _check_range(what: str, ids: Ids, least: int, end: int) -> None:
-        if ids.min() < least or ids.max() >= end:
-            wrong = ids.min() if ids.min() < least else ids.max()
-            raise ValueError(
-                f"{what} {wrong} is out of range; the least is {least}, the most {end - 1}"
-            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -89,8 +89,14 @@ class Blocks:
         return list(table)
 
 
+class Runs(Protocol):
+    """What computes plans."""
+
+    def run(self, plan: Plan) -> list[Drawn]: ...
+
+
 def greedy(
-    runner: Runner, prompts: Sequence[Sequence[int]], count: int, blocks: Blocks, chunk: int = 512
+    runner: Runs, prompts: Sequence[Sequence[int]], count: int, blocks: Blocks, chunk: int = 512
 ) -> list[list[int]]:
     """`count` greedy tokens for each prompt, all in one batch, prompts in chunks."""
     tokens = [list(prompt) for prompt in prompts]

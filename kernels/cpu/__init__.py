@@ -1,0 +1,1 @@
+"""The whole step as native code, built where it runs."""

@@ -1,0 +1,159 @@
+"""Builds the native step with the system's compiler, once per source, flags and compiler.
+
+    python -m kernels.cpu.build
+
+builds what this CPU needs and prints where it is; images run it so that the first start does not wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kernels.cpu.features import Variant, usable
+
+SOURCE = Path(__file__).with_name("step.cpp")
+COMPILERS = ("g++", "clang++", "c++")
+# GNU dialect: products and sums may fuse, as everywhere else in numerics; nothing of -ffast-math.
+FLAGS = (
+    "-std=gnu++20",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-fno-strict-aliasing",
+    "-ffp-contract=fast",
+    "-fvisibility=hidden",
+    "-w",
+)
+TIMEOUT_S = 300.0
+
+
+class Unavailable(RuntimeError):
+    """There is no native step here; the message is one line that says why."""
+
+
+def cache_folder() -> Path:
+    """Where builds are kept: PAGEKEEPER_CACHE, or pagekeeper in the user's cache folder."""
+    if given := os.environ.get("PAGEKEEPER_CACHE"):
+        return Path(given) / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pagekeeper" / "kernels"
+
+
+def compiler() -> list[str]:
+    """The command that compiles C++: CXX of the environment, or the first of `COMPILERS` there is.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    if given := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(given[0]) is None:
+            raise Unavailable(f"CXX names {given[0]}, which is not an installed program")
+        return given
+    for name in COMPILERS:
+        if path := shutil.which(name):
+            return [path]
+    raise Unavailable(
+        f"no C++ compiler was found ({', '.join(COMPILERS)}); install g++ to have the native step"
+    )
+
+
+def best_variant() -> Variant:
+    """The fastest variant for this CPU.
+
+    Raises:
+        Unavailable: the kind of CPU is not known.
+    """
+    variants = usable()
+    if not variants:
+        raise Unavailable(f"the native step does not know this kind of CPU ({os.uname().machine})")
+    return variants[0]
+
+
+def library(variant: Variant) -> Path:
+    """The shared library of `variant`, built now if it is not in the cache.
+
+    Several processes may build at once: each writes a file of its own and renames it.
+
+    Raises:
+        Unavailable: there is no compiler, it failed, or the cache cannot be written.
+    """
+    command = [*compiler(), *FLAGS, *variant.flags]
+    folder = cache_folder()
+    target = folder / f"step-{variant.name}-{_digest(command)}.so"
+    if target.is_file():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
+    except OSError as error:
+        raise Unavailable(
+            f"the native step cannot be kept in {folder}: {error.strerror}"
+        ) from error
+    os.close(handle)
+    built = Path(name)
+    try:
+        _compile([*command, "-o", name, str(SOURCE)])
+        built.chmod(0o755)
+        built.replace(target)
+    finally:
+        built.unlink(missing_ok=True)
+    return target
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{command[0]} took longer than {TIMEOUT_S:.0f} s") from None
+    except OSError as error:
+        raise Unavailable(f"{command[0]} could not be run: {error.strerror}") from error
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [
+            f"exit status {done.returncode}"
+        ]
+        raise Unavailable(f"{command[0]} failed on the native step: {errors[0].strip()}")
+
+
+def _digest(command: list[str]) -> str:
+    """Of all that decides what is built."""
+    hasher = hashlib.sha256(SOURCE.read_bytes())
+    hasher.update("\0".join([*command, _version(command[0])]).encode())
+    return hasher.hexdigest()[:20]
+
+
+def _version(program: str) -> str:
+    try:
+        done = subprocess.run(
+            [program, "-dumpfullversion", "-dumpversion", "-dumpmachine"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{program} could not be run: {error}") from error
+    return done.stdout
+
+
+def main() -> int:
+    """Exit status 1 when nothing could be built."""
+    try:
+        print(library(best_variant()))
+    except Unavailable as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""ctypes twin of step.cpp's interface. The structures must match field by field.
+
+Calls release the GIL. Pointers are not checked here: whoever fills a `Step` has checked every id in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.cpu.build import Unavailable, best_variant, library
+from kernels.cpu.features import Variant
+
+MOST_HEAD = 256  # dimensions of a head
+SLACK = 64  # bytes behind the KV memory: a vector of keys may reach past the last block
+_HUGE = 2 << 20  # bytes of a huge page
+_LINE = 64  # bytes of a cache line
+
+Bytes = NDArray[np.uint8]
+
+
+class Linear(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
+class Layer(Structure):
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("qkv", Linear),
+        ("output", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("window", c_int64),
+        ("rotated", c_int64),
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        ("wide", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("vocab", c_int64),
+        ("layers", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("blocks", c_int64),
+        ("threads", c_int64),
+        ("epsilon", c_double),
+        ("scale", c_double),
+        ("embedding", c_void_p),
+        ("norm", c_void_p),
+        ("head", c_void_p),
+        ("layer", c_void_p),
+        ("kv", c_void_p),
+    )
+
+
+class Step(Structure):
+    _fields_ = (
+        ("tokens", c_int64),
+        ("rows", c_int64),
+        ("outputs", c_int64),
+        ("copies", c_int64),
+        ("ids", c_void_p),
+        ("starts", c_void_p),
+        ("counts", c_void_p),
+        ("tables", c_void_p),
+        ("copied", c_void_p),
+        ("sampled", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("kept", c_void_p),
+        ("logits", c_void_p),
+        ("best", c_void_p),
+    )
+
+
+def huge(nbytes: int) -> Bytes:
+    """Zeroed memory, taken from the system page by page as it is written; huge pages if it is large."""
+    if nbytes < _HUGE:
+        room = np.zeros(nbytes + _LINE, np.uint8)
+        skipped = -room.ctypes.data % _LINE
+        return room[skipped : skipped + nbytes]
+    pages = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(pages, np.uint8)
+    skipped = -whole.ctypes.data % _HUGE
+    return whole[skipped : skipped + nbytes]
+
+
+class Library:
+    """A build of step.cpp, loaded."""
+
+    def __init__(self, path: Path, variant: Variant) -> None:
+        """
+        Raises:
+            Unavailable: the file cannot be loaded.
+        """
+        self.variant = variant
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise Unavailable(f"the native step cannot be loaded: {error}") from error
+        loaded.pk_lanes.restype = c_int64
+        loaded.pk_packed.argtypes = [c_int64, c_int64, c_int64]
+        loaded.pk_packed.restype = c_int64
+        loaded.pk_pack.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]
+        loaded.pk_pack.restype = None
+        loaded.pk_start.argtypes = [POINTER(Model)]
+        loaded.pk_start.restype = c_void_p
+        loaded.pk_step.argtypes = [c_void_p, POINTER(Step)]
+        loaded.pk_step.restype = c_int32
+        loaded.pk_stop.argtypes = [c_void_p]
+        loaded.pk_stop.restype = None
+        self._loaded = loaded
+        self.lanes = int(loaded.pk_lanes())
+        self.panel = 4 * self.lanes
+
+    def pack(
+        self, weight: int, columns: int, inner: int, *, wide: bool, pairs: bool = False
+    ) -> Bytes:
+        """A packed copy of a weight.
+
+        Args:
+            weight: address of [columns, inner] of float32 (wide) or bfloat16, contiguous.
+            pairs: the first half of the columns are gates, the second half their partners.
+        """
+        half = -(-(columns // 2) // self.lanes) * self.lanes
+        padded = 2 * half if pairs else columns
+        out = huge(4 * int(self._loaded.pk_packed(padded, inner, wide)))
+        self._loaded.pk_pack(out.ctypes.data, weight, columns, inner, wide, pairs)
+        return out
+
+
+class Engine:
+    """A model's weights and KV memory, and the threads that run steps over them."""
+
+    def __init__(self, loaded: Library, model: Model, keep: Sequence[object]) -> None:
+        """Start the threads.
+
+        Args:
+            keep: what owns the memory that `model` points to.
+
+        Raises:
+            MemoryError: no memory or no thread is to be had.
+        """
+        self._step = loaded._loaded.pk_step
+        self._keep = tuple(keep)
+        self._engine = loaded._loaded.pk_start(byref(model))
+        if not self._engine:
+            raise MemoryError("the native step could not start: no memory or no threads left")
+        weakref.finalize(self, loaded._loaded.pk_stop, self._engine)
+
+    def run(self, step: Step) -> None:
+        """Run one step; not by two threads at once.
+
+        Raises:
+            MemoryError: there was none for this many tokens; nothing has changed.
+        """
+        if self._step(self._engine, byref(step)):
+            raise MemoryError(f"no memory for a native step of {step.tokens} tokens")
+
+
+def load(variant: Variant | None = None) -> Library:
+    """Build if need be, and load.
+
+    Args:
+        variant: default: the fastest this CPU can run.
+
+    Raises:
+        Unavailable: there is none here; says why.
+    """
+    chosen = variant or best_variant()
+    return Library(library(chosen), chosen)

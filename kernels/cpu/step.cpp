@@ -1,0 +1,856 @@
+// One step of a Llama-family decoder over a paged KV cache, as one call: block copies, embedding, all
+// layers, last norm, output projection, greedy choice. Prompts, chunks and single tokens share one path.
+//
+// A *unit* is 32 bits: two bfloat16 numbers of neighbouring rows of a product's inner dimension, or one
+// float32. Every product here is then the same loop: acc[row][lane] += unit of weights . unit of input.
+// Weights are packed once into panels of 4 vectors of columns, [panel][inner / per][4 * W] units. K and V of
+// one block and one KV head form a tile: K as [head_dim / per][block_size] units, so that one vector holds a
+// score of W keys, then V as [block_size / per][head_dim] units. One layer's tiles are [block][kv_head][K, V].
+//
+// Every token's numbers are computed in the same order whatever stands beside it in the batch, so a text does
+// not depend on its company. No -ffast-math: NaN and infinity must reach the caller, who fails that row.
+// A slot that was never written may hold NaN, and 0 * NaN is NaN: such slots are left out, not weighted by 0.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <sched.h>
+#include <sys/mman.h>
+#include <thread>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using std::size_t;
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+
+// ---------------------------------------------------------------- vectors
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // lanes of a vector
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+// Rows of a tile of accumulators, which must fit the registers beside 4 vectors of weights.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int ROWS = 6;
+#else
+constexpr int ROWS = 3;
+#endif
+constexpr int VECTORS = 4;
+constexpr int PANEL = VECTORS * W;
+constexpr int MOST_HEAD = 256;
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef u32 vu __attribute__((vector_size(W * 4)));
+typedef i32 vi __attribute__((vector_size(W * 4)));
+typedef u16 vh __attribute__((vector_size(W * 2)));
+
+#define INLINE inline __attribute__((always_inline))
+#define PUBLIC __attribute__((visibility("default")))
+
+template <class V> INLINE V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+template <class V> INLINE void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE float as_float(u32 bits) { return load<float>(&bits); }
+
+INLINE vi lanes() {
+    vi v;
+    for (int i = 0; i < W; i++) v[i] = i;
+    return v;
+}
+
+INLINE float sum(vf v) {
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+    return v[0];
+}
+
+// e^x to about 1e-7, 0 and infinity rounded to the least and most normal numbers; NaN stays NaN.
+INLINE vf exponential(vf x) {
+    x = x < -87.0f ? splat(-87.0f) : x;
+    x = x > 88.0f ? splat(88.0f) : x;
+    const vf shifted = x * 1.44269504f + 12582912.0f;  // rounds to a whole number in the low bits
+    const vf whole = shifted - 12582912.0f;
+    const vf r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (vf)(((vu)shifted + 127u) << 23);
+}
+
+// ---------------------------------------------------------------- the two kinds of unit
+
+struct Bf16 {
+    static constexpr int per = 2;
+
+    static INLINE vf dot(vf acc, vu w, u32 x) {
+#if defined(__AVX512BF16__)
+        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
+#else
+        acc += (vf)(w << 16) * splat(as_float(x << 16));
+        return acc + (vf)(w & 0xffff0000u) * splat(as_float(x & 0xffff0000u));
+#endif
+    }
+
+    static INLINE void put(u32* base, size_t index, vf x) {
+        u16* to = reinterpret_cast<u16*>(base) + index;
+#if defined(__AVX512BF16__)
+        store(to, _mm512_cvtneps_pbh((__m512)x));
+#else
+        const vu bits = (vu)x;
+        const vu nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        store(to, __builtin_convertvector(x != x ? vu{} + 0x7fc0u : nearest, vh));
+#endif
+    }
+    static INLINE float get(const void* base, size_t index) {
+        return as_float((u32)static_cast<const u16*>(base)[index] << 16);
+    }
+};
+
+struct F32 {
+    static constexpr int per = 1;
+    static INLINE vf dot(vf acc, vu w, u32 x) { return acc + (vf)w * splat(as_float(x)); }
+    static INLINE void put(u32* base, size_t index, vf x) { store(base + index, x); }
+    static INLINE float get(const void* base, size_t index) {
+        return static_cast<const float*>(base)[index];
+    }
+};
+
+// acc[r][v] += w[i][v] . x[r][i] for i below n.
+template <class T, int R, int NV>
+INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x, size_t ldx, size_t n) {
+    for (size_t i = 0; i < n; i++, w += step) {
+        vu part[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) part[v] = load<vu>(w + v * W);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) acc[r][v] = T::dot(acc[r][v], part[v], x[r * ldx + i]);
+    }
+}
+
+// out[r][v] = sum over i of w[i][v] . x[r][i].
+template <class T, int R, int NV>
+void product(const u32* w, size_t step, const u32* x, size_t ldx, size_t n, float* out, size_t ldo) {
+    vf acc[R][NV] = {};
+    accumulate<T, R, NV>(acc, w, step, x, ldx, n);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) store(out + r * ldo + v * W, acc[r][v]);
+}
+
+// The V tiles of consecutive blocks and which of their keys count, both ends relative to the first block.
+struct Values {
+    const u32* const* tiles;
+    int from, to, block_size, head_dim;
+};
+
+// out[r][v] = sum over keys of p[r][key] * V[key][v], in units of keys.
+template <class T, int R, int NV>
+void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, size_t ldo) {
+    vf acc[R][NV] = {};
+    const int size = values.block_size, head = values.head_dim;
+    for (int block = values.from / size; block * size < values.to; block++) {
+        const u32* tile = values.tiles[block] + dim;
+        const u32* weights = p + (size_t)block * size / T::per;
+        int from = values.from - block * size, to = values.to - block * size;
+        from = from < 0 ? 0 : from;
+        to = to > size ? size : to;
+        const auto single = [&](int unit, u32 mask) {  // one key of a pair whose other one does not count
+            for (int v = 0; v < NV; v++) {
+                const vu kept = load<vu>(tile + (size_t)unit * head + v * W) & mask;
+                for (int r = 0; r < R; r++) acc[r][v] = T::dot(acc[r][v], kept, weights[r * ldp + unit]);
+            }
+        };
+        if (T::per == 2 && from % 2) single(from++ / 2, 0xffff0000u);
+        accumulate<T, R, NV>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
+                             to / T::per - from / T::per);
+        if (T::per == 2 && to % 2) single(to / 2, 0x0000ffffu);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) store(out + r * ldo + v * W, acc[r][v]);
+}
+
+template <int N> struct Number {
+    static constexpr int value = N;
+};
+
+// Calls f with `rows` (1 to ROWS) and `vectors` (1 to 4) as constants.
+template <class F> INLINE void with_vectors(int vectors, const F& f) {
+    switch (vectors) {
+        case 1: return f(Number<1>{});
+        case 2: return f(Number<2>{});
+        case 3: return f(Number<3>{});
+        default: return f(Number<4>{});
+    }
+}
+template <class F> INLINE void with_rows(int rows, const F& f) {
+    switch (rows) {
+        case 1: return f(Number<1>{});
+        case 2: return f(Number<2>{});
+        case 3: return f(Number<3>{});
+        case 4: if constexpr (ROWS >= 4) return f(Number<4>{}); break;
+        case 5: if constexpr (ROWS >= 5) return f(Number<5>{}); break;
+        case 6: if constexpr (ROWS >= 6) return f(Number<6>{}); break;
+    }
+}
+
+// Splits `count` into tiles of at most ROWS, as even as can be, and calls f(first, rows).
+template <class F> INLINE void tiles_of(size_t count, const F& f) {
+    const size_t tiles = (count + ROWS - 1) / ROWS;
+    for (size_t i = 0; i < tiles; i++) {
+        const size_t first = count * i / tiles;
+        f(first, (int)(count * (i + 1) / tiles - first));
+    }
+}
+
+size_t padded(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+}  // namespace
+
+// ---------------------------------------------------------------- the interface; native.py mirrors it
+
+extern "C" {
+
+struct Linear {
+    const u32* weight;  // packed
+    const float* bias;  // in packed order, padded to whole panels; or null
+};
+
+struct Layer {
+    const float *input_norm, *post_norm;  // [hidden], padded to a panel with 0
+    const float *query_norm, *key_norm;   // [head_dim], or null
+    Linear qkv, output, gate_up, down;
+    i64 window;   // positions a token sees, itself included; 0: all before it
+    i64 rotated;  // whether the layer has a rotary embedding
+};
+
+struct Model {
+    i64 wide;  // 1: float32 units, 0: bfloat16
+    i64 hidden, intermediate, vocab, layers, heads, kv_heads, head_dim;
+    i64 block_size, blocks, threads;
+    double epsilon, scale;
+    const void* embedding;  // [vocab][hidden], row after row
+    const float* norm;      // as input_norm
+    const u32* head;        // packed
+    const Layer* layer;
+    u32* kv;  // [layers][blocks][kv_heads] tiles
+};
+
+struct Step {
+    i64 tokens, rows, outputs, copies;
+    const i32* ids;                  // [tokens]
+    const i32 *starts, *counts;      // [rows]
+    const i32* const* tables;        // [rows], block ids
+    const i32* copied;               // [copies][2]: source, target
+    const i32* sampled;              // [outputs], rising indices of tokens
+    const float *cosines, *sines;    // [positions][head_dim / 2]
+    const i32* kept;                 // [outputs]: row of `logits` each one fills, -1: none
+    float* logits;                   // [rows of kept][vocab]
+    i32* best;                       // [outputs]: likeliest token, -1 if a logit is not finite
+};
+}
+
+namespace {
+
+// ---------------------------------------------------------------- threads
+
+class Team {
+  public:
+    explicit Team(int size) : size_(size) {}
+
+    void barrier() {
+        const u32 phase = phase_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            phase_.store(phase + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) relax(spins);
+    }
+
+    static void relax(int spins) {
+        if (spins >= 2000) {
+            sched_yield();  // whoever we wait for may need this core
+            return;
+        }
+#if defined(__x86_64__)
+        _mm_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+
+  private:
+    const u32 size_;
+    alignas(64) std::atomic<u32> arrived_{0};
+    alignas(64) std::atomic<u32> phase_{0};
+};
+
+// Memory that grows and is never copied; large ones in huge pages.
+class Buffer {
+  public:
+    ~Buffer() { std::free(at_); }
+    void reserve(size_t bytes) {
+        if (bytes <= size_) return;
+        std::free(at_);
+        at_ = nullptr, size_ = 0;
+        const size_t align = bytes < (1u << 20) ? 64 : 2u << 20;
+        at_ = std::aligned_alloc(align, padded(bytes, align));
+        if (!at_) throw std::bad_alloc();
+        size_ = padded(bytes, align);
+#if defined(MADV_HUGEPAGE)
+        if (align > 64) madvise(at_, size_, MADV_HUGEPAGE);
+#endif
+        std::memset(at_, 0, size_);
+    }
+    template <class T> T* as() const { return static_cast<T*>(at_); }
+
+  private:
+    void* at_ = nullptr;
+    size_t size_ = 0;
+};
+
+// Consecutive tokens of one sequence that share each load of its K and V.
+struct Tile {
+    i32 row, first, count, position;  // `first` in the flat batch, `position` in the sequence
+};
+
+struct Scratch {  // of one thread
+    Buffer queries, scores, tiles, out, best;
+};
+
+// ---------------------------------------------------------------- the step
+
+class Engine {
+  public:
+    explicit Engine(const Model& model)
+        : m(model), layers(model.layer, model.layer + model.layers), team((int)model.threads),
+          scratch(model.threads), tasks(model.layers) {}
+
+    void start() {
+        for (int t = 1; t < m.threads; t++) threads.emplace_back([this, t] { serve(t); });
+    }
+
+    ~Engine() {
+        stopping = true;
+        wake();
+        for (auto& thread : threads) thread.join();
+    }
+
+    void run(const Step& step) {
+        s = step;
+        m.wide ? prepare<F32>() : prepare<Bf16>();
+        wake();
+        work(0);
+    }
+
+  private:
+    Model m;
+    std::vector<Layer> layers;
+    Step s{};
+    Team team;
+    std::vector<std::thread> threads;
+    std::vector<Scratch> scratch;
+    std::vector<std::atomic<u32>> tasks;  // of each layer: the next piece of attention
+    std::atomic<u32> job{0};
+    std::atomic<bool> stopping{false};
+
+    Buffer residual, normed, projected, queries, attended, gated, positions, owners;
+    std::vector<Tile> tiles;
+    size_t ld_hidden, ld_qkv, ld_gated;  // padded to whole panels
+
+    size_t group() const { return m.heads / m.kv_heads; }
+    size_t tile_units(int per) const { return (size_t)m.head_dim * m.block_size / per; }  // of K, or of V
+
+    void wake() {
+        job.fetch_add(1, std::memory_order_release);
+        job.notify_all();
+    }
+
+    void serve(int t) {
+        for (u32 seen = 0;; seen++) {
+            for (int spins = 0; spins < 2000 && job.load(std::memory_order_acquire) == seen; spins++)
+                Team::relax(0);
+            job.wait(seen, std::memory_order_acquire);
+            if (stopping) return;
+            work(t);
+        }
+    }
+
+    void work(int t) { m.wide ? compute<F32>(t) : compute<Bf16>(t); }
+
+    template <class T> void prepare() {
+        const size_t n = s.tokens;
+        ld_hidden = padded(m.hidden, PANEL);
+        ld_qkv = padded((m.heads + 2 * m.kv_heads) * m.head_dim, PANEL);
+        ld_gated = padded(2 * padded(m.intermediate, W), PANEL) / 2;
+        residual.reserve(n * ld_hidden * 4);
+        normed.reserve(n * ld_hidden * 4);
+        projected.reserve(n * ld_qkv * 4);
+        queries.reserve(n * m.heads * m.head_dim * 4);
+        attended.reserve(n * m.heads * m.head_dim * 4);
+        gated.reserve(n * ld_gated * 4);
+        positions.reserve(n * 4);
+        owners.reserve(n * 4);
+        for (auto& task : tasks) task.store(0, std::memory_order_relaxed);
+        tiles.clear();
+        const size_t most = std::max<size_t>(1, 2 * ROWS / group());
+        size_t longest = 0;
+        i32 token = 0;
+        for (i32 row = 0; row < s.rows; row++) {
+            for (i32 i = 0; i < s.counts[row]; i++, token++) {
+                positions.as<i32>()[token] = s.starts[row] + i;
+                owners.as<i32>()[token] = row;
+                if (i % most == 0) tiles.push_back({row, token, 0, s.starts[row] + i});
+                tiles.back().count++;
+            }
+            longest = std::max<size_t>(longest, s.starts[row] + s.counts[row]);
+        }
+        const size_t rows = most * group();
+        for (auto& own : scratch) {
+            own.queries.reserve(rows * m.head_dim * 4);
+            own.scores.reserve(rows * scores_stride(longest) * 4);
+            own.tiles.reserve((longest / m.block_size + 2) * sizeof(void*) * 2);
+            own.out.reserve(std::max<size_t>(rows * (m.head_dim + 1), ROWS * PANEL) * 4);
+            own.best.reserve(s.outputs * W * 12);
+        }
+    }
+
+    size_t scores_stride(size_t length) const { return padded(length, m.block_size) + 2 * W; }
+
+    template <class T> void compute(int t) {
+        // Behind the last barrier the caller may already be preparing the next step: `s` is not read there.
+        const bool silent = s.outputs == 0;
+        copy<T>(t);
+        embed<T>(t);
+        team.barrier();
+        size_t n = s.tokens;
+        for (size_t index = 0; index < layers.size(); index++) {
+            const Layer& layer = layers[index];
+            normalise<T>(t, layer.input_norm, n);
+            team.barrier();
+            project_qkv<T>(t, layer);
+            team.barrier();
+            place<T>(t, layer, index);
+            team.barrier();
+            if (index + 1 == layers.size() && silent) return;
+            attend<T>(t, layer, index);
+            team.barrier();
+            if (index + 1 == layers.size() && s.outputs < s.tokens) {  // the rest is for sampled tokens only
+                if (t == 0) compact<T>();
+                n = s.outputs;
+                team.barrier();
+            }
+            add_product<T>(t, layer.output, attended.as<u32>(), m.heads * m.head_dim, m.heads * m.head_dim, n);
+            team.barrier();
+            normalise<T>(t, layer.post_norm, n);
+            team.barrier();
+            gate<T>(t, layer, n);
+            team.barrier();
+            add_product<T>(t, layer.down, gated.as<u32>(), ld_gated, m.intermediate, n);
+            team.barrier();
+        }
+        normalise<T>(t, m.norm, n);
+        team.barrier();
+        choose<T>(t);
+        team.barrier();
+        if (t == 0) settle();
+    }
+
+    // Whole blocks, all layers. No target is a source, and none is a target twice.
+    template <class T> void copy(int t) {
+        const size_t block = m.kv_heads * 2 * tile_units(T::per);
+        const size_t pieces = s.copies * m.layers;
+        for (size_t i = pieces * t / m.threads; i < pieces * (t + 1) / m.threads; i++) {
+            u32* layer = m.kv + i % m.layers * m.blocks * block;
+            const i32* pair = s.copied + i / m.layers * 2;
+            std::memcpy(layer + pair[1] * block, layer + pair[0] * block, block * 4);
+        }
+    }
+
+    template <class T> void embed(int t) {
+        for (size_t i = s.tokens * t / m.threads; i < (size_t)s.tokens * (t + 1) / m.threads; i++) {
+            float* to = residual.as<float>() + i * ld_hidden;
+            const size_t row = (size_t)s.ids[i] * m.hidden;
+            for (i64 h = 0; h < m.hidden; h++) to[h] = T::get(m.embedding, row + h);
+            for (size_t h = m.hidden; h < ld_hidden; h++) to[h] = 0;
+        }
+    }
+
+    // Root mean square norm of the first n rows of the residual stream.
+    template <class T> void normalise(int t, const float* weight, size_t n) {
+        for (size_t i = n * t / m.threads; i < n * (t + 1) / m.threads; i++) {
+            const float* x = residual.as<float>() + i * ld_hidden;
+            u32* to = normed.as<u32>() + i * ld_hidden / T::per;
+            const float factor = inverse_rms(x, ld_hidden, m.hidden);
+            for (size_t h = 0; h < ld_hidden; h += W)
+                T::put(to, h, load<vf>(x + h) * factor * load<vf>(weight + h));
+        }
+    }
+
+    float inverse_rms(const float* x, size_t n, size_t count) const {
+        vf squares = {};
+        for (size_t i = 0; i < n; i += W) squares += load<vf>(x + i) * load<vf>(x + i);
+        return 1.0f / std::sqrt(sum(squares) / (float)count + (float)m.epsilon);
+    }
+
+    // store(row, first column, values, vectors) for this thread's columns of x . weight, `grain` vectors at least.
+    template <class T, class Store>
+    void multiply(int t, const u32* weight, size_t inner, size_t columns, size_t grain, const u32* x, size_t ldx,
+                  size_t rows, const Store& store_tile) {
+        constexpr size_t SOME = 240;  // rows whose input stays in the cache beside a panel of weights
+        const size_t k = inner / T::per, grains = (columns + grain * W - 1) / (grain * W);
+        const size_t from = grains * t / m.threads * grain * W, to = grains * (t + 1) / m.threads * grain * W;
+        alignas(64) float out[ROWS * PANEL];
+        for (size_t base = 0; base < rows; base += SOME) {
+            const size_t part = std::min(SOME, rows - base);
+            for (size_t column = from; column < to;) {
+                const size_t skipped = column % PANEL;
+                const int vectors = (int)(std::min(PANEL - skipped, to - column) / W);
+                const u32* w = weight + (column - skipped) * k + skipped;
+                tiles_of(part, [&](size_t first, int count) {
+                    const u32* in = x + (base + first) * ldx;
+                    with_rows(count, [&](auto R) {
+                        with_vectors(vectors, [&](auto V) {
+                            product<T, R.value, V.value>(w, PANEL, in, ldx, k, out, PANEL);
+                        });
+                    });
+                    for (int r = 0; r < count; r++) store_tile(base + first + r, column, out + r * PANEL, vectors);
+                });
+                column += vectors * W;
+            }
+        }
+    }
+
+    static INLINE vf biased(const float* values, const float* bias) {
+        return bias ? load<vf>(values) + load<vf>(bias) : load<vf>(values);
+    }
+
+    template <class T> void project_qkv(int t, const Layer& layer) {
+        const size_t columns = (m.heads + 2 * m.kv_heads) * m.head_dim;
+        multiply<T>(t, layer.qkv.weight, m.hidden, columns, 1, normed.as<u32>(), ld_hidden / T::per, s.tokens,
+                    [&](size_t row, size_t column, const float* values, int vectors) {
+                        float* to = projected.as<float>() + row * ld_qkv + column;
+                        const float* bias = layer.qkv.bias;
+                        for (int v = 0; v < vectors * W; v += W)
+                            store(to + v, biased(values + v, bias ? bias + column + v : nullptr));
+                    });
+    }
+
+    // residual += x . weight + bias.
+    template <class T>
+    void add_product(int t, const Linear& linear, const u32* x, size_t ldx, size_t inner, size_t n) {
+        multiply<T>(t, linear.weight, inner, m.hidden, 1, x, ldx / T::per, n,
+                    [&](size_t row, size_t column, const float* values, int vectors) {
+                        float* to = residual.as<float>() + row * ld_hidden + column;
+                        const float* bias = linear.bias;
+                        for (int v = 0; v < vectors * W; v += W)
+                            store(to + v, load<vf>(to + v) + biased(values + v, bias ? bias + column + v : nullptr));
+                    });
+    }
+
+    // silu(gate) * up; columns come as vectors of gate and up in turn.
+    template <class T> void gate(int t, const Layer& layer, size_t n) {
+        multiply<T>(t, layer.gate_up.weight, m.hidden, 2 * padded(m.intermediate, W), 2, normed.as<u32>(),
+                    ld_hidden / T::per, n, [&](size_t row, size_t column, const float* values, int vectors) {
+                        u32* to = gated.as<u32>() + row * ld_gated / T::per;
+                        const float* bias = layer.gate_up.bias;
+                        for (int v = 0; v < vectors * W; v += 2 * W) {
+                            const float* own = bias ? bias + column + v : nullptr;
+                            const vf x = biased(values + v, own);
+                            const vf up = biased(values + v + W, own ? own + W : nullptr);
+                            T::put(to, (column + v) / 2, x / (1.0f + exponential(-x)) * up);
+                        }
+                    });
+    }
+
+    // Norm and rotation of q and k; q to `queries`, k and v to their slots.
+    template <class T> void place(int t, const Layer& layer, size_t index) {
+        const size_t all = m.heads + 2 * m.kv_heads, head = m.head_dim;
+        const size_t pieces = s.tokens * all;
+        for (size_t piece = pieces * t / m.threads; piece < pieces * (t + 1) / m.threads; piece++) {
+            const size_t token = piece / all, h = piece % all;
+            const float* x = projected.as<float>() + token * ld_qkv + h * head;
+            const i32 position = positions.as<i32>()[token];
+            const bool is_query = h < (size_t)m.heads, is_value = h >= (size_t)(m.heads + m.kv_heads);
+            alignas(64) float turned[MOST_HEAD];
+            if (!is_value) {
+                x = normed_head(x, is_query ? layer.query_norm : layer.key_norm, turned);
+                if (layer.rotated) x = rotate(x, position, turned);
+            }
+            if (is_query) {
+                u32* to = queries.as<u32>() + token * m.heads * head / T::per;
+                for (size_t d = 0; d < head; d += W) T::put(to, h * head + d, load<vf>(x + d));
+                continue;
+            }
+            const i32* table = s.tables[owners.as<i32>()[token]];
+            const size_t slot = position % m.block_size, kv_head = (h - m.heads) % m.kv_heads;
+            u32* tile = m.kv + tile_at<T>(index, table[position / m.block_size], kv_head);
+            alignas(64) u32 units[MOST_HEAD];
+            for (size_t d = 0; d < head; d += W) T::put(units, d, load<vf>(x + d));
+            if (!is_value) {
+                for (size_t d = 0; d < head / T::per; d++) tile[d * m.block_size + slot] = units[d];
+                continue;
+            }
+            tile += tile_units(T::per);
+            if constexpr (T::per == 1) {
+                std::memcpy(tile + slot * head, units, head * 4);
+            } else {
+                u16* to = reinterpret_cast<u16*>(tile + slot / 2 * head) + slot % 2;
+                for (size_t d = 0; d < head; d++) to[2 * d] = reinterpret_cast<const u16*>(units)[d];
+            }
+        }
+    }
+
+    const float* normed_head(const float* x, const float* weight, float* to) const {
+        if (!weight) return x;
+        const float factor = inverse_rms(x, m.head_dim, m.head_dim);
+        for (i64 d = 0; d < m.head_dim; d += W) store(to + d, load<vf>(x + d) * factor * load<vf>(weight + d));
+        return to;
+    }
+
+    // Turns each pair (i, i + head_dim / 2) by its position's angle. `to` may be `x`.
+    const float* rotate(const float* x, i32 position, float* to) const {
+        const size_t half = m.head_dim / 2;
+        const float* cosine = s.cosines + position * half;
+        const float* sine = s.sines + position * half;
+        for (size_t i = 0; i < half; i++) {
+            const float a = x[i], b = x[i + half];
+            to[i] = a * cosine[i] - b * sine[i];
+            to[i + half] = b * cosine[i] + a * sine[i];
+        }
+        return to;
+    }
+
+    template <class T> size_t tile_at(size_t layer, size_t block, size_t kv_head) const {
+        return ((layer * m.blocks + block) * m.kv_heads + kv_head) * 2 * tile_units(T::per);
+    }
+
+    template <class T> void attend(int t, const Layer& layer, size_t index) {
+        const u32 pieces = (u32)(tiles.size() * m.kv_heads);
+        for (;;) {
+            const u32 piece = tasks[index].fetch_add(1, std::memory_order_relaxed);
+            if (piece >= pieces) return;
+            attend_tile<T>(scratch[t], layer, index, tiles[piece / m.kv_heads], piece % m.kv_heads);
+        }
+    }
+
+    template <class T>
+    void attend_tile(const Scratch& own, const Layer& layer, size_t index, const Tile& tile, size_t kv_head) {
+        const size_t head = m.head_dim, units = head / T::per, heads = group(), rows = tile.count * heads;
+        const int size = (int)m.block_size, end = tile.position + tile.count;
+        const auto least = [&](int position) {  // the first position a token at `position` sees
+            return layer.window && position >= layer.window ? (int)(position - layer.window + 1) : 0;
+        };
+        // Lanes hold the same positions whatever the tile, so that sums have one order.
+        int first_block = least(tile.position) / size;
+        while (first_block * size % W) first_block--;
+        const int base = first_block * size, blocks = (end - base + size - 1) / size;
+        const i32* table = s.tables[tile.row] + first_block;
+        const u32** keys = own.tiles.as<const u32*>();
+        const u32** values = keys + blocks;
+        for (int b = 0; b < blocks; b++) {
+            keys[b] = m.kv + tile_at<T>(index, table[b], kv_head);
+            values[b] = keys[b] + tile_units(T::per);
+        }
+        u32* q = own.queries.as<u32>();
+        for (int i = 0; i < tile.count; i++)
+            std::memcpy(q + i * heads * units,
+                        queries.as<u32>() + ((tile.first + i) * m.heads + kv_head * heads) * units,
+                        heads * units * 4);
+        float* scores = own.scores.as<float>();
+        const size_t stride = scores_stride(end - base);
+        for (int b = 0; b < blocks; b++)
+            for (int key = 0; key < size; key += W)  // the last vector may reach past the block: overwritten
+                tiles_of(rows, [&](size_t first, int count) {
+                    float* to = scores + first * stride + b * size + key;
+                    with_rows(count, [&](auto R) {
+                        product<T, R.value, 1>(keys[b] + key, size, q + first * units, units, units, to, stride);
+                    });
+                });
+        float* out = own.out.as<float>();
+        float* totals = out + rows * head;
+        for (size_t r = 0; r < rows; r++) {
+            const int position = tile.position + (int)(r / heads);
+            totals[r] = softmax<T>(scores + r * stride, least(position) - base, position + 1 - base, end - base);
+        }
+        const Values seen{values, least(tile.position) - base, end - base, size, (int)head};
+        for (size_t d = 0; d < head;) {
+            const int vectors = (int)std::min<size_t>(VECTORS, (head - d) / W);
+            tiles_of(rows, [&](size_t first, int count) {
+                const u32* p = reinterpret_cast<const u32*>(scores + first * stride);
+                with_rows(count, [&](auto R) {
+                    with_vectors(vectors, [&](auto V) {
+                        weigh<T, R.value, V.value>(seen, (int)d, p, stride, out + first * head + d, head);
+                    });
+                });
+            });
+            d += vectors * W;
+        }
+        for (size_t r = 0; r < rows; r++) {
+            u32* to = attended.as<u32>() + (tile.first + r / heads) * m.heads * units;
+            const vf factor = splat(1.0f / totals[r]);
+            for (size_t d = 0; d < head; d += W)
+                T::put(to, (kv_head * heads + r % heads) * head + d, load<vf>(out + r * head + d) * factor);
+        }
+    }
+
+    // Scores to weights, in place and in units; 0 outside [from, to) up to `end`. Returns their sum.
+    template <class T> float softmax(float* scores, int from, int to, int end) const {
+        const vf never = splat(-INFINITY);
+        const vi lane = lanes();
+        vf most = never;
+        const auto inside = [&](int i) { return (lane + i >= from) & (lane + i < to); };
+        for (int i = from / W * W; i < to; i += W) {
+            const vf x = inside(i) ? load<vf>(scores + i) : never;
+            most = x > most ? x : most;
+        }
+        float peak = most[0];
+        for (int i = 1; i < W; i++) peak = most[i] > peak ? most[i] : peak;
+        const float scale = (float)m.scale;
+        vf total = {};
+        u32* weights = reinterpret_cast<u32*>(scores);
+        for (int i = 0; i < end; i += W) {
+            const vf weight = inside(i) ? exponential((load<vf>(scores + i) - peak) * scale) : vf{};
+            total += weight;
+            T::put(weights, i, weight);
+        }
+        return sum(total);
+    }
+
+    // Moves what the sampled tokens need to the front.
+    template <class T> void compact() {
+        const size_t units = m.heads * m.head_dim / T::per;
+        for (i64 i = 0; i < s.outputs; i++) {
+            const size_t from = s.sampled[i];
+            std::memmove(residual.as<float>() + i * ld_hidden, residual.as<float>() + from * ld_hidden,
+                         ld_hidden * 4);
+            std::memmove(attended.as<u32>() + i * units, attended.as<u32>() + from * units, units * 4);
+        }
+    }
+
+    // Logits of the sampled tokens, and the greatest of each lane.
+    template <class T> void choose(int t) {
+        const size_t vocab = m.vocab;
+        Scratch& own = scratch[t];
+        vf* best = own.best.as<vf>();
+        vi* where = reinterpret_cast<vi*>(best + s.outputs);
+        vf* faults = reinterpret_cast<vf*>(where + s.outputs);  // NaN once a logit is not finite
+        for (i64 i = 0; i < s.outputs; i++) best[i] = splat(-INFINITY), where[i] = vi{}, faults[i] = vf{};
+        const vi lane = lanes();
+        multiply<T>(t, m.head, m.hidden, vocab, 1, normed.as<u32>(), ld_hidden / T::per, s.outputs,
+                    [&](size_t row, size_t column, const float* values, int vectors) {
+                        if (s.kept[row] >= 0) {
+                            const size_t count = std::min<size_t>(vectors * W, vocab - column);
+                            std::memcpy(s.logits + s.kept[row] * vocab + column, values, count * 4);
+                        }
+                        for (int v = 0; v < vectors * W; v += W) {
+                            const vi id = lane + (i32)(column + v);
+                            const vf x = load<vf>(values + v);
+                            faults[row] += x * 0.0f;  // columns of padding are 0
+                            const vi better = (x > best[row]) & (id < (i32)vocab);
+                            best[row] = better ? x : best[row];
+                            where[row] = better ? id : where[row];
+                        }
+                    });
+    }
+
+    void settle() {
+        for (i64 i = 0; i < s.outputs; i++) {
+            float most = -INFINITY, fault = 0;
+            i32 id = -1;
+            for (auto& own : scratch) {
+                const vf best = own.best.as<vf>()[i];
+                const vi where = (own.best.as<vi>() + s.outputs)[i];
+                fault += sum((own.best.as<vf>() + 2 * s.outputs)[i]);
+                for (int v = 0; v < W; v++)
+                    if (best[v] > most || (best[v] == most && where[v] < id)) most = best[v], id = where[v];
+            }
+            s.best[i] = fault == 0 ? id : -1;
+        }
+    }
+};
+
+}  // namespace
+
+// ---------------------------------------------------------------- entry points
+
+extern "C" {
+
+// Lanes of a vector: what padding of norms and the order of gate and up depend on.
+PUBLIC i64 pk_lanes() { return W; }
+
+// Units of a packed weight of so many columns.
+PUBLIC i64 pk_packed(i64 columns, i64 inner, i64 wide) {
+    return padded(columns, PANEL) * (inner / (wide ? 1 : 2));
+}
+
+// Packs `weight`, [columns][inner] of float32 (wide) or bfloat16. With `pairs` its first half are gates and
+// its second half their partners; vectors of both then take turns.
+PUBLIC void pk_pack(u32* to, const void* weight, i64 columns, i64 inner, i64 wide, i64 pairs) {
+    const size_t k = inner / (wide ? 1 : 2), half = columns / 2;
+    const size_t all = pairs ? 2 * padded(half, W) : columns;
+    for (size_t column = 0; column < padded(all, PANEL); column++) {
+        size_t source = column;
+        bool real = column < (size_t)columns;
+        if (pairs) {
+            const size_t place = column / (2 * W) * W + column % W;
+            source = place + (column / W % 2 ? half : 0);
+            real = place < half;
+        }
+        u32* out = to + column / PANEL * PANEL * k + column % PANEL;
+        const u32* in = static_cast<const u32*>(weight) + source * k;
+        for (size_t i = 0; i < k; i++) out[i * PANEL] = real ? in[i] : 0;
+    }
+}
+
+// Null when there is no memory or no thread to be had.
+PUBLIC void* pk_start(const Model* model) {
+    try {
+        auto engine = std::make_unique<Engine>(*model);
+        engine->start();
+        return engine.release();
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+// 0, or 1 when there is no memory; nothing has changed then.
+PUBLIC i32 pk_step(void* engine, const Step* step) {
+    try {
+        static_cast<Engine*>(engine)->run(*step);
+        return 0;
+    } catch (...) {
+        return 1;
+    }
+}
+
+PUBLIC void pk_stop(void* engine) { delete static_cast<Engine*>(engine); }
+}

@@ -1,0 +1,369 @@
+"""The native step against the torch runner: same plans, same tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.load import LoadedModel
+from executor.native import NativeRunner, why_not
+from executor.plan import Draw, Plan, Row
+from executor.runner import Runner
+from executor.sampler import sample
+from kernels.cpu.features import Variant, usable
+from tests.executor.oracle import GREEDY, Blocks, greedy, load, poisoned_runner
+from tests.tiny import write_tiny_model
+from wire.memory import Copy
+from wire.sampling import Bias, Sampling
+
+VARIANTS = usable()
+POISON = 0xFF  # as float32 and as bfloat16 it reads NaN
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 9}),
+    "window of one": ("mistral", {"sliding_window": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "odd sizes": ("llama", {"hidden_size": 70, "intermediate_size": 102, "vocab_size": 261}),
+    "one KV head": ("llama", {"num_attention_heads": 7, "num_key_value_heads": 1}),
+    "as many KV heads": ("llama", {"num_key_value_heads": 4}),
+    "many heads": ("qwen3", {"num_attention_heads": 20, "num_key_value_heads": 2}),
+    "head of 32": ("llama", {"head_dim": 32}),
+    "head of 80": ("llama", {"head_dim": 80}),
+    "head of 128": ("qwen3", {"head_dim": 128}),
+    "head of 256": ("qwen2", {"head_dim": 256}),
+    **{kind: ("llama", {"rope_scaling": given}) for kind, given in ROPES.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(write_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def native(
+    loaded: LoadedModel,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    *,
+    threads: int = 2,
+    variant: Variant | None = None,
+) -> NativeRunner:
+    """A runner whose KV memory holds NaN wherever nothing was written."""
+    if reason := why_not(loaded, loaded.model.dtype, block_size):
+        pytest.skip(reason)
+    runner = NativeRunner(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        device="cpu",
+        dtype=loaded.model.dtype,
+        threads=threads,
+        keep=True,
+        variant=variant,
+    )
+    runner.kv.memory.fill(POISON)
+    return runner
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def draw(seq: int, position: int, sampling: Sampling = GREEDY, choice: int = 0) -> Draw:
+    return Draw(seq, choice, position, sampling, [], [])
+
+
+@torch.inference_mode()
+def torch_logits(runner: Runner, loaded: LoadedModel, rows: Sequence[Row]) -> torch.Tensor:
+    return loaded.model.logits(runner.compute(rows))
+
+
+def mixed_steps(block_size: int, seed: int = 0) -> list[list[Row]]:
+    """Prompts in chunks, decodes beside them, tables in random order: the rows of a few steps."""
+    rng = random.Random(seed)
+    blocks = Blocks(400, block_size, rng)
+    texts = [text(length, length) for length in (37, 5, 64, 1, 20, 130)]
+    steps: list[list[Row]] = []
+    done = [0] * len(texts)
+    while any(at < len(tokens) for at, tokens in zip(done, texts, strict=True)):
+        rows = []
+        for seq, tokens in enumerate(texts):
+            part = tokens[done[seq] : done[seq] + rng.choice((1, 1, 2, 7, 33))]
+            if part:
+                end = done[seq] + len(part)
+                rows.append(Row(seq, done[seq], part, blocks.table(seq, end)))
+                done[seq] = end
+        rng.shuffle(rows)
+        steps.append(rows)
+    return steps
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_those_of_the_torch_runner_for_every_shape_and_build(
+    tmp_path: Path, shape: str, variant: Variant
+) -> None:
+    architecture, overrides = SHAPES[shape]
+    loaded = load(write_tiny_model(tmp_path / "model", architecture, **overrides))
+    ours, theirs = native(loaded, 400, 8, variant=variant), poisoned_runner(loaded, 400, 8)
+    for rows in mixed_steps(8):
+        want = torch_logits(theirs, loaded, rows)
+        torch.testing.assert_close(ours.logits(rows), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("block_size", [1, 2, 3, 12, 16, 24, 64, 128])
+def test_any_block_size_gives_the_same_logits(
+    loaded: LoadedModel, block_size: int, variant: Variant
+) -> None:
+    ours = native(loaded, 400, block_size, variant=variant)
+    theirs = poisoned_runner(loaded, 400, block_size)
+    for rows in mixed_steps(block_size):
+        want = torch_logits(theirs, loaded, rows)
+        torch.testing.assert_close(ours.logits(rows), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_has_the_same_logits_to_the_last_bit_whatever_the_chunks_and_the_company(
+    tmp_path: Path, dtype: str
+) -> None:
+    # A window, so that the keys a tile shares differ from those each of its tokens sees.
+    folder = write_tiny_model(tmp_path / "model", "mistral", sliding_window=21, head_dim=32)
+    loaded = load(folder, dtype)
+    whole: dict[int, torch.Tensor] = {}
+    for seq, length in enumerate((37, 5, 64, 1, 20, 130)):
+        table = list(range(1, 40))
+        runner = native(loaded, 400, 4, threads=1)
+        whole[seq] = runner.logits([Row(seq, 0, text(length, length), table)])
+    for seed, threads in ((0, 1), (1, 2), (2, 3)):
+        runner = native(loaded, 400, 4, threads=threads)
+        for rows in mixed_steps(4, seed):
+            logits = runner.logits(rows)
+            want = [whole[row.seq][row.start : row.start + len(row.tokens)] for row in rows]
+            assert torch.equal(logits, torch.cat(want))
+
+
+def test_greedy_text_is_the_torch_runners(loaded: LoadedModel) -> None:
+    prompts = [text(length, seed) for seed, length in enumerate((33, 5, 64, 1, 20))]
+    rng = random.Random(5)
+    want = greedy(poisoned_runner(loaded, 200), prompts, 24, Blocks(200, 4, rng))
+    for chunk in (3, 16, 64):
+        runner = native(loaded, 200)
+        assert greedy(runner, prompts, 24, Blocks(200, 4, rng), chunk) == want
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copies_are_made_before_the_rows_read(tmp_path: Path, dtype: str) -> None:
+    loaded = load(write_tiny_model(tmp_path / "model"), dtype)
+    prompt = text(7)
+    runner = native(loaded)
+    runner.run(Plan(1, [Row(1, 0, prompt, [3, 4])]))
+    # A fork continues in a copy of the partial block 4; the parent goes on in its own.
+    child = Row(2, 7, [65], [3, 9], (draw(2, 8),))
+    parent = Row(1, 7, [66], [3, 4], (draw(1, 8),))
+    forked = runner.run(Plan(2, [child, parent], [Copy(4, 9)]))
+    for row, suffix in zip(forked, ([65], [66]), strict=True):
+        fresh = Row(5, 0, prompt + suffix, [11, 12], (draw(5, 8),))
+        assert row.token == native(loaded).run(Plan(1, [fresh]))[0].token
+
+
+def test_a_plan_of_copies_alone_makes_them(loaded: LoadedModel) -> None:
+    runner = native(loaded)
+    runner.run(Plan(1, [Row(1, 0, text(4), [3])]))
+    assert runner.run(Plan(2, [], [Copy(3, 9), Copy(3, 10)])) == []
+    row = Row(2, 4, [65], [10, 11], (draw(2, 5),))
+    fresh = Row(5, 0, [*text(4), 65], [11, 12], (draw(5, 5),))
+    want = native(loaded).run(Plan(1, [fresh]))[0].token
+    assert runner.run(Plan(3, [row]))[0].token == want
+
+
+def test_an_empty_plan_draws_nothing(loaded: LoadedModel) -> None:
+    assert native(loaded).run(Plan(1)) == []
+
+
+def test_block_bytes_is_what_the_memory_takes_per_block(loaded: LoadedModel) -> None:
+    few, many = native(loaded, 10), native(loaded, 110)
+    assert len(many.kv.memory) - len(few.kv.memory) == 100 * few.block_bytes
+    assert few.block_bytes == poisoned_runner(loaded).block_bytes
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(seed=3, temperature=1.5),
+        Sampling(seed=3, temperature=0, logprobs=4),
+        Sampling(seed=3, temperature=0, logit_bias=(Bias(77, 90.0),)),
+        Sampling(seed=3, temperature=0, repetition_penalty=1.5),
+        Sampling(seed=3, temperature=0, presence_penalty=2.0),
+        Sampling(seed=3, temperature=0, frequency_penalty=2.0),
+    ],
+)
+def test_a_draw_that_asks_for_more_than_the_likeliest_gets_it_beside_plain_ones(
+    loaded: LoadedModel, sampling: Sampling
+) -> None:
+    runner = native(loaded)
+    asked = [
+        Draw(3, 0, 6, sampling, text(6), [1, 1]),
+        Draw(4, 1, 6, GREEDY, text(6), []),
+        Draw(5, 1, 6, GREEDY, text(6), [], forbidden=(3, 7)),
+    ]
+    rows = [
+        Row(1, 0, text(6), [5, 6], (draw(1, 6),)),
+        Row(2, 0, text(9, 1), [7, 8, 9]),
+        Row(3, 0, text(6), [11, 12], tuple(asked)),
+        Row(6, 0, text(2, 2), [10], (draw(6, 2),)),
+    ]
+    drawn = runner.run(Plan(1, rows))
+    logits = native(loaded).logits(rows)[torch.tensor([5, 20, 22])]
+    pairs = [(0, rows[0].draws[0]), *((1, one) for one in asked), (2, rows[3].draws[0])]
+    assert drawn == sample(logits, pairs)
+
+
+def test_the_first_of_equal_logits_is_drawn(tmp_path: Path) -> None:
+    loaded = load(write_tiny_model(tmp_path / "model"))
+    runner = Row(1, 0, text(6), [5, 6], (draw(1, 6),))
+    loaded.model.head.weight.zero_()
+    assert native(loaded).run(Plan(1, [runner]))[0].token == 0
+    loaded.model.head.weight[9:] = 1  # all others equal, below or above the first nine
+    token = native(loaded).run(Plan(1, [runner]))[0].token
+    assert token in (0, 9)
+
+
+def test_one_row_of_nan_fails_alone(loaded: LoadedModel) -> None:
+    good = Row(1, 0, text(6), [5, 6], (draw(1, 6),))
+    healthy = native(loaded).run(Plan(1, [good]))[0]
+    # Sequence 2 claims 4 computed tokens in block 9, which holds NaN.
+    bad = Row(2, 4, [65], [9, 10], (draw(2, 5), draw(3, 5, Sampling(seed=1, logprobs=3))))
+    worse = Row(4, 4, [65], [13, 14], (draw(4, 5),))
+    drawn = native(loaded).run(Plan(1, [bad, good, worse]))
+    assert [one.token for one in drawn] == [-1, -1, healthy.token, -1]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (Row(1, 0, [260], [1]), "token 260"),
+        (Row(1, 0, [-1], [1]), "token -1"),
+        (Row(1, 0, [1], [0]), "block 0"),
+        (Row(1, 0, [1], [64]), "block 64"),
+        (Row(1, 0, [1], [-3]), "block -3"),
+        (Row(1, 0, [1], [1 + (1 << 32)]), "block 4294967297"),
+        (Row(1, 0, [1], []), "1 tokens do not fit 0 blocks"),
+        (Row(1, 4, [1], [1]), "5 tokens do not fit 1 blocks"),
+        (Row(1, -1, [1], [1]), "positions -1 to -1"),
+        (Row(1, 0, [], [1]), "positions 0 to -1"),
+        (Row(1, 511, [1, 1], list(range(1, 60)) * 3), "the model has 0 to 511"),
+    ],
+)
+def test_an_id_out_of_range_is_refused_before_anything_is_written(
+    loaded: LoadedModel, row: Row, said: str
+) -> None:
+    runner = native(loaded)
+    good = Row(2, 0, [1, 2], [5])
+    with pytest.raises(ValueError, match=said):
+        runner.run(Plan(1, [good, row], [Copy(1, 2)]))
+    assert (runner.kv.memory == POISON).all()
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [[Copy(0, 2)], [Copy(2, 0)], [Copy(2, 64)], [Copy(1, 2), Copy(2, 3)], [Copy(1, 2), Copy(3, 2)]],
+)
+def test_a_copy_that_would_harm_another_block_is_refused(
+    loaded: LoadedModel, copies: Sequence[Copy]
+) -> None:
+    with pytest.raises(ValueError, match=r"copy|copy's"):
+        native(loaded).run(Plan(1, [], list(copies)))
+
+
+def test_a_table_changed_in_place_is_seen(loaded: LoadedModel) -> None:
+    runner = native(loaded)
+    blocks = [3, 4]
+    runner.run(Plan(1, [Row(1, 0, text(6), blocks)]))
+    runner.run(Plan(2, [Row(2, 0, text(6, 9), [7, 8])]))
+    runner.run(Plan(3, [Row(1, 6, [65], blocks)]))
+    blocks[:] = [7, 8]
+    drawn = runner.run(Plan(4, [Row(1, 6, [66], blocks, (draw(1, 7),))]))
+    fresh = Row(5, 0, [*text(6, 9), 66], [11, 12], (draw(5, 7),))
+    assert drawn[0].token == native(loaded).run(Plan(1, [fresh]))[0].token
+
+
+def test_warm_up_leaves_the_model_as_it_was(loaded: LoadedModel) -> None:
+    runner = native(loaded)
+    runner.warm_up()
+    row = Row(1, 0, text(6), [5, 6], (draw(1, 6),))
+    assert runner.run(Plan(1, [row])) == native(loaded).run(Plan(1, [row]))
+
+
+def test_packed_weights_are_dropped_unless_they_are_to_be_kept(tmp_path: Path) -> None:
+    loaded = load(write_tiny_model(tmp_path / "model"))
+    if reason := why_not(loaded, torch.float32):
+        pytest.skip(reason)
+    row = Row(1, 0, text(6), [5, 6], (draw(1, 6),))
+    want = native(loaded).run(Plan(1, [row]))
+    runner = NativeRunner(
+        loaded, num_blocks=64, block_size=4, device="cpu", dtype=torch.float32, threads=1
+    )
+    assert all(layer.down.weight.numel() == 0 for layer in loaded.model.layers)
+    assert runner.run(Plan(1, [row])) == want
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "block_size", "said"),
+    [
+        ({"head_dim": 24}, "float32", 4, "heads of 24 dimensions"),
+        ({"head_dim": 272}, "float32", 4, "heads of 272 dimensions"),
+        ({}, "bfloat16", 3, "an even block size in bfloat16, not 3"),
+        ({"intermediate_size": 97}, "bfloat16", 4, "even hidden and intermediate sizes"),
+    ],
+)
+def test_what_it_cannot_run_it_says(
+    tmp_path: Path, overrides: dict[str, Any], dtype: str, block_size: int, said: str
+) -> None:
+    loaded = load(write_tiny_model(tmp_path / "model", **overrides), dtype)
+    assert said in (why_not(loaded, loaded.model.dtype, block_size) or "")
+
+
+def test_a_cache_of_another_type_than_the_weights_is_refused(loaded: LoadedModel) -> None:
+    assert "bfloat16" in (why_not(loaded, torch.bfloat16) or "")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("shape", ["mistral", "biases", "qwen3", "head of 80", "odd sizes"])
+def test_bfloat16_stays_as_close_to_float32_as_the_torch_runner_does(
+    tmp_path: Path, shape: str, variant: Variant
+) -> None:
+    architecture, overrides = SHAPES[shape]
+    folder = write_tiny_model(tmp_path / "model", architecture, **overrides)
+    exact, rounded = load(folder, "float32"), load(folder, "bfloat16")
+    runners = native(exact, 400, 8), native(rounded, 400, 8, variant=variant)
+    theirs = poisoned_runner(rounded, 400, 8)
+    errors: list[tuple[float, float]] = []
+    for rows in mixed_steps(8):
+        want, got = (runner.logits(rows) for runner in runners)
+        other = torch_logits(theirs, rounded, rows)
+        errors.append((float((got - want).norm()), float((other - want).norm())))
+    mine, torchs = (sum(error) for error in zip(*errors, strict=True))
+    assert mine < 1.1 * torchs
