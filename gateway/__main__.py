@@ -9,13 +9,10 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import msgspec
 import uvloop
 from aiohttp import web
 
@@ -25,6 +22,7 @@ from gateway.config import GatewayConfig, load_config
 from gateway.engine import ENGINE
 from gateway.guard import GuardedRunner
 from gateway.limits import ADMISSION
+from wire.announce import announced
 from wire.errors import Code, Refused
 from wire.logs import configure
 
@@ -69,7 +67,9 @@ async def _serve(app: web.Application, config: GatewayConfig) -> int:
             host, port = await runner.listen(config.host, config.port)
         except OSError as error:
             return _refuse(_why_not_bound(config, error))
-        with _announced(config.run_dir, url := _url(host, port), len(app[KEYS]) > 0):
+        url = _url(host, port)
+        note = config.run_dir / "gateway.json"
+        with announced(note, url=url, needs_key=len(app[KEYS]) > 0):
             log.info("listening on %s", url)
             await stop.wait()
             await _drain(app, config.drain_seconds, hurry)
@@ -120,20 +120,6 @@ def _url(host: str, port: int) -> str:
     """Where this machine reaches the server."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-
-
-@contextlib.contextmanager
-def _announced(run_dir: Path, url: str, needs_key: bool) -> Iterator[None]:
-    """`gateway.json` in the run directory while we listen, whole or not at all."""
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = run_dir / "gateway.json"
-    draft = run_dir / f".gateway.json.{os.getpid()}"
-    draft.write_bytes(msgspec.json.encode({"url": url, "pid": os.getpid(), "needs_key": needs_key}))
-    draft.replace(path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -149,11 +149,7 @@ def _refuse_unsupported(body: ChatRequest) -> None:
 
 def _job(body: ChatRequest, model: Model, prompt: list[int], tenant: str) -> Job:
     check_tokens(prompt, model, "messages")
-    asked, param = body.max_completion_tokens, "max_completion_tokens"
-    if asked is None:
-        asked, param = body.max_tokens, "max_tokens"
-    if asked == 0:
-        raise ApiError(400, f"{param} is 0; ask for at least 1 token.", param=param)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from aiohttp import hdrs, web
 
 from gateway.config import CONFIG
-from gateway.errors import Handler
+from gateway.errors import ApiError, Handler
 
 _METHODS = "GET, POST, OPTIONS"
 _EXPOSED = "x-request-id, retry-after, retry-after-ms"
@@ -29,13 +29,14 @@ def _allowed(request: web.Request) -> str | None:
 
 @web.middleware
 async def cors_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers preflights of allowed origins with 204; everything else goes on."""
+    """Answers preflights: 204 for allowed origins, 405 for others; everything else goes on."""
     if (
         request.method == hdrs.METH_OPTIONS
         and hdrs.ORIGIN in request.headers
         and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
-        and _allowed(request)
     ):
+        if not _allowed(request):
+            raise _refused(request)
         # Clients' libraries send headers of their own (x-stainless-…): echo what was asked for.
         asked = request.headers.get(
             hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "authorization, content-type"
@@ -49,6 +50,17 @@ async def cors_middleware(request: web.Request, handler: Handler) -> web.StreamR
             },
         )
     return await handler(request)
+
+
+def _refused(request: web.Request) -> ApiError:
+    origin = request.headers[hdrs.ORIGIN][:100]
+    return ApiError(
+        405,
+        f"Web pages of {origin} may not use this server: start it with GATEWAY_CORS_ORIGINS={origin} "
+        "in its environment (--cors-origins of the gateway).",
+        code="origin_not_allowed",
+        headers={hdrs.ALLOW: "GET, HEAD, POST"},
+    )
 
 
 async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:

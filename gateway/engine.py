@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from gateway.served import Model
 from wire.errors import Code, Refused
 from wire.generate import GenerateCodec
 from wire.rpc import ipc
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 
@@ -117,10 +120,16 @@ class Engine:
         """The least loaded executor that is ready and serves the model."""
         ready = [link for link in self._serving() if not link.not_ready()]
         if not ready:
-            raise Refused(
-                Code.UNAVAILABLE, f"No executor is ready ({self.not_ready()}); retry soon."
-            )
+            log.info("no executor is ready: %s", self.not_ready())
+            raise Refused(Code.UNAVAILABLE, self._away())
         return min(ready, key=lambda link: link.load)
+
+    def _away(self) -> str:
+        """For people who wait for an answer; `not_ready` has the details."""
+        reported = [link.not_ready() for link in self.links if link.status is not None]
+        if not reported:
+            return "The model is being restarted; try again in a few seconds."
+        return f"The model is not ready ({'; '.join(reported)}); try again in a few seconds."
 
     def _serving(self) -> Iterator[Link]:
         """Executors that serve the same as the first one."""

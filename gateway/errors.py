@@ -43,7 +43,7 @@ class ApiError(Exception):
         status: HTTP status, 400 or above.
         message: for people: what, which value, which limit, what to do.
         type: OpenAI's coarse kind of error.
-        code: for programs; what metrics are labelled with.
+        code: for programs; what metrics are labelled with. None: `invalid_request` with status 400.
         param: the field at fault, such as `messages[0].content`.
         retry_after: seconds after which a retry may succeed.
         should_retry: False tells clients that retry by themselves not to.
@@ -66,7 +66,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.type = type
-        self.code = code
+        self.code = "invalid_request" if code is None and status == 400 else code
         self.param = param
         self.retry_after = retry_after
         self.should_retry = should_retry

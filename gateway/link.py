@@ -136,8 +136,9 @@ class Link:
             tenant=rest.tenant,
         )
         if not self._send(message):
+            log.warning("executor=%s takes no request now: its socket is full or gone", self.name)
             raise Refused(
-                Code.UNAVAILABLE, f"Executor {self.name} does not take requests now; retry."
+                Code.UNAVAILABLE, "The model takes no requests now; try again in a few seconds."
             )
         submission = Submission(self, id, inbox, base, rest.n, now)
         self._live[id] = submission
@@ -299,7 +300,8 @@ class Link:
             submission.inbox.fail(
                 Refused(
                     Code.LOST,
-                    f"The executor that ran this request is gone ({why}); send the request again.",
+                    "The model broke off before this request was finished; send the request again "
+                    "in a few seconds.",
                 )
             )
 

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from wire.sampling import MAX_CHOICES, MAX_LOGPROBS
 
 Bounded = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 # ---------------------------------------------------------------- requests
@@ -31,7 +32,7 @@ class GenerationRequest(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Bounded | None = None
+    max_tokens: Positive | None = None
     min_tokens: Bounded | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -66,7 +67,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message]
-    max_completion_tokens: Bounded | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -82,6 +83,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     # One prompt or several, each as text or token ids; mixtures are refused by the handler.
     prompt: str | list[str | int | list[int]]
+    max_tokens: Bounded | None = None  # 0 with echo: the prompts alone
     suffix: str | None = None
     echo: bool | None = None
     best_of: Bounded | None = None

@@ -5,6 +5,7 @@ Every name that memd exports is in this file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import accumulate
 
@@ -74,8 +75,8 @@ class MemoryCollector(Collector):
                 [pool.name], max(0.0, leases.length - leases.remaining(pool.generation, now))
             )
             for family, value in ((filled, share_filled(pool)), (saved, share_saved(pool))):
-                if value is not None:
-                    family.add_metric([pool.name], value)
+                # Of nothing there is no share: not a number, rather than a series that comes and goes.
+                family.add_metric([pool.name], math.nan if value is None else value)
         yield from (blocks, sequences, block_bytes, age, filled, saved)
 
     def _process(self) -> Iterable[Metric]:

@@ -474,6 +474,7 @@ def test_a_request_at_fault_is_refused_with_the_field_at_fault() -> None:
                     status, answer = await served.post(URL, whole)
                     assert (status, answer["error"]["param"]) == (400, param), (body, answer)
                     assert answer["error"]["type"] == "invalid_request_error"
+                    assert answer["error"]["code"], (body, answer)
             status, _ = await served.post(URL, {})
             assert status == 400
             assert served.executor.submits == []

@@ -17,7 +17,7 @@ import pytest
 
 from tests.fake_executor import FakeExecutor, Script, make_card
 from tests.gateway.front import Answer, call
-from tests.gateway.serving import run
+from tests.gateway.serving import run, until
 from wire.generate import Submit
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
@@ -174,3 +174,70 @@ def test_an_idle_gateway_ends_at_once_and_can_start_without_an_executor(run_dir:
                 assert await process.wait() == 0
 
     run(case())
+
+
+def test_of_two_gateways_in_one_directory_the_later_is_announced_until_it_ends(
+    run_dir: Path,
+) -> None:
+    note = run_dir / "gateway.json"
+
+    async def case() -> None:
+        async with started(run_dir) as (first, port):
+            second = await start(run_dir)
+            try:
+                await until(lambda: json.loads(note.read_bytes())["pid"] == second.pid, 10)
+                assert (await call(port, "GET", "/health")).status == 200
+                first.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(5):
+                    assert await first.wait() == 0
+                assert json.loads(note.read_bytes())["pid"] == second.pid
+                second.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(5):
+                    assert await second.wait() == 0
+                assert not note.exists()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    second.kill()
+                await second.communicate()
+
+    run(case())
+
+
+# Every write to a file fails, as on a full disk; pipes go on.
+FULL_DISK = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+sys.argv[0] = "gateway"
+runpy.run_module("gateway", run_name="__main__")
+"""
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_gateway_starts_and_serves_on_a_full_disk(run_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def case() -> str:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", FULL_DISK, "--run-dir", str(run_dir), "--port", str(port),
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            await until(lambda: answers(port) or process.returncode is not None, 20)
+            assert (await call(port, "GET", "/health")).status == 200
+            process.send_signal(signal.SIGTERM)
+        except BaseException:
+            process.kill()
+            raise
+        _, said = await process.communicate()
+        assert process.returncode == 0
+        return said.decode()
+
+    said = run(case())
+    assert "gateway.json cannot be written" in said
+    assert "Traceback" not in said

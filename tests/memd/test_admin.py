@@ -7,6 +7,7 @@ import base64
 import contextlib
 import itertools
 import json
+import math
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ from aiohttp.test_utils import make_mocked_request
 from memd.admin import Admin
 from memd.clock import PauseClock
 from memd.config import Config
+from memd.metrics import registry
 from memd.server import Server
 from tests.memd.daemon import Answer, Daemon, Executor, running, stop
 from tests.memd.driver import ME, Driver, memory, pack, spec
@@ -151,6 +153,19 @@ def test_an_audit_that_finds_something_answers_500_with_what_is_broken(tmp_path:
     audit = json.loads(response.body)
     assert audit["ok"] is False
     assert f"block {driver.table(1)[0]}" in " ".join(audit["broken"])
+
+
+def test_shares_of_nothing_are_listed_and_are_no_number(tmp_path: Path) -> None:
+    driver = Driver()
+    with Router(ipc(tmp_path / "s"), Limits()) as router:
+        server = Server(driver.memory, router, PauseClock(time.monotonic, 1.5), lambda: None)
+        found = {
+            sample.name: sample.value
+            for family in registry(server).collect()
+            for sample in family.samples
+        }
+    assert math.isnan(found["memd_slots_filled_ratio"])
+    assert math.isnan(found["memd_sharing_saved_ratio"])
 
 
 def test_metrics_agree_with_the_state(daemon: Daemon) -> None:
