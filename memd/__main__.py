@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-import msgspec
 import uvloop
 import zmq
 
@@ -22,6 +21,7 @@ from memd.core import Memory
 from memd.epoch import AlreadyRunning, RunLock, identify
 from memd.server import LIMITS, Server
 from wire import logs
+from wire.announce import announced
 from wire.rpc import BadEndpoint, Router, ipc, private_directory
 
 log = logging.getLogger(__name__)
@@ -50,20 +50,13 @@ async def serve(config: Config, memory: Memory, router: Router) -> int:
     url = await admin.start()
     try:
         server.start(loop)
-        fresh = about.with_suffix(".new")
-        fresh.write_bytes(
-            msgspec.json.encode(
-                {"admin": url, "pid": os.getpid(), "socket": str(config.run_dir / SOCKET_FILE)}
-            )
-        )
-        fresh.replace(about)
-        log.info("ready epoch=%d boot_id=%s admin=%s", memory.epoch, memory.boot_id, url)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
-        return await done
+        with announced(about, admin=url, socket=str(config.run_dir / SOCKET_FILE)):
+            log.info("ready epoch=%d boot_id=%s admin=%s", memory.epoch, memory.boot_id, url)
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
+            return await done
     finally:
-        about.unlink(missing_ok=True)
         server.stop()
         await admin.stop()
         log.info("stopped")

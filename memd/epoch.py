@@ -7,6 +7,7 @@ restart is noticed even if a later epoch should be lower.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -55,8 +56,10 @@ class RunLock:
                 f"another memd (process {holder or 'unknown'}) serves {run_dir}: stop it first, "
                 "or choose another --run-dir"
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        # Who has it is for the message above only: a full disk is no reason not to start.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         os.close(self._descriptor)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 LIMITS = Limits(max_message=MAX_STEP)
 TICK_S = 0.1
+LOOK_S = 1.0  # between two looks at the socket file
 MOST_BAD_FRAMES = 8  # of one peer; what it sends after that is not even decoded
 QUIET_S = 1.0  # after a line about a rejection, none about another with the same code
 MOST_BAD_PEERS = 1024  # remembered; the one known longest is forgotten first
@@ -58,8 +59,9 @@ class Server:
         memory: the core.
         router: bound; closed by whoever made it.
         clock: seconds, standing still while the process does.
-        on_broken: called once when the core's state is found broken after an unexpected error; nothing is
-            answered from then on, because a wrong grant is worse than none.
+        on_broken: called once when this server is of no more use: the core's state was found broken after
+            an unexpected error (nothing is answered from then on, because a wrong grant is worse than
+            none), or the socket file is gone.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Server:
         self._halted = False
         self._bad: dict[bytes, int] = {}
         self._pauses_told = 0
+        self._looked = clock()  # for the socket file
         self._quiet_until: dict[str, float] = {}  # by code
         codec = MemoryCodec()
         self._decode, self._encode = codec.decode_request, codec.encode
@@ -102,8 +105,17 @@ class Server:
         self._undo = []
 
     def tick(self) -> None:
-        """End the leases that are over, and let go of what they held."""
+        """End the leases that are over, let go of what they held, and see that we can be reached."""
         now = self.clock()
+        if now - self._looked >= LOOK_S and not self._halted:
+            self._looked = now
+            if not self._router.reachable():
+                # Those connected could go on, but none could come back.
+                self._halted = True
+                log.critical(
+                    "the socket file was removed or replaced: stopping, to be started anew"
+                )
+                self._on_broken()
         if self.clock.pauses > self._pauses_told:
             self._pauses_told = self.clock.pauses
             log.warning("this process stood still for a while; leases were not counted down")

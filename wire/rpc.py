@@ -154,6 +154,15 @@ class Router(_Socket):
         self._file = Path(endpoint.removeprefix("ipc://"))
         self._inode = self._file.stat().st_ino
 
+    def reachable(self) -> bool:
+        """Whether the socket file is still ours; without it nobody can connect any more."""
+        try:
+            return self._file.stat().st_ino == self._inode
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # it cannot be told
+
     def close(self) -> None:
         """Close, and remove the socket file, which libzmq leaves; not one that a successor has made."""
         if not self.closed:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket as unix
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 
 from memd.clock import PauseClock
 from memd.server import LIMITS, MOST_BAD_FRAMES, MOST_BAD_PEERS, Server
-from tests.memd.daemon import Daemon, Executor, ready, running, spawn, stop
+from tests.memd.daemon import ROOT, Daemon, Executor, ready, running, spawn, stop
 from tests.memd.driver import ME, OTHER, memory, pack, spec
 from tests.wire.strategies import depth
 from wire.errors import Code
@@ -433,3 +436,63 @@ def test_a_refused_append_is_a_grant_that_says_so(daemon: Daemon) -> None:
         assert isinstance(granted, Granted)
         assert [(refusal.seq, refusal.code) for refusal in granted.refused] == [(1, Code.NO_BLOCKS)]
         executor.ask(Goodbye(ME, got.generation))
+
+
+def test_the_server_gives_up_once_when_its_socket_file_is_gone(bench: Bench) -> None:
+    bench.now += 1.1
+    bench.server.tick()
+    assert bench.broken == 0
+    bench.router._file.unlink()
+    bench.server.tick()
+    assert bench.broken == 0  # once a second is enough
+    for _ in range(3):
+        bench.now += 1.1
+        bench.server.tick()
+    assert bench.broken == 1
+
+
+@pytest.mark.parametrize("gone", ["memd.sock", ""])
+def test_without_its_socket_file_memd_ends_with_status_1_and_can_be_started_anew(
+    tmp_path: Path, gone: str
+) -> None:
+    run_dir = tmp_path / "r"
+    with running(run_dir) as daemon:
+        if gone:
+            (run_dir / gone).unlink()
+        else:
+            shutil.rmtree(run_dir)
+        _, log = daemon.process.communicate(timeout=5)
+        assert daemon.process.returncode == 1
+        assert "the socket file was removed or replaced" in log
+    with running(run_dir) as daemon:
+        one_registration(daemon, "anew")
+
+
+# Every write to a file fails, as on a full disk; pipes go on.
+FULL_DISK = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+sys.argv[0] = "memd"
+runpy.run_module("memd", run_name="__main__")
+"""
+
+
+def test_memd_starts_and_serves_on_a_full_disk(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = subprocess.Popen(
+        [sys.executable, "-c", FULL_DISK, "--run-dir", str(run_dir), "--admin-port", "0"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert wait(lambda: (run_dir / "memd.sock").exists() or process.poll() is not None, 20)
+        daemon = Daemon(process, run_dir, "", 0)
+        one_registration(daemon, "full")
+        assert not (run_dir / "memd.json").exists()
+        log = stop(process)
+        assert "memd.json cannot be written" in log
+        assert "Traceback" not in log
+    finally:
+        process.kill()
+        process.communicate()

@@ -354,3 +354,20 @@ def test_a_socket_path_the_system_cannot_hold_is_refused_before_binding(tmp_path
         assert longest.is_socket()
     with pytest.raises(BadEndpoint, match=f"{MAX_IPC_PATH + 1} bytes"):
         ipc(longest.with_name(longest.name + "x"))
+
+
+def test_a_router_knows_whether_its_socket_file_is_still_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "s"
+    path.parent.mkdir()
+    with Router(ipc(path), SMALL) as router:
+        assert router.reachable()
+        path.unlink()
+        assert not router.reachable()
+        path.touch()
+        assert not router.reachable()
+        path.unlink()
+        path.parent.rmdir()
+        assert not router.reachable()
+        path.parent.touch()  # a file where the directory was
+        assert not router.reachable()
+        path.parent.unlink()
