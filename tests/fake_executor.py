@@ -100,6 +100,7 @@ class Script:
         delay: seconds before each event.
         fail_after: after this many events the request fails with `failure`.
         cached: prompt tokens said to have been cached.
+        queued_ms: how long the request is said to have waited for its first step.
     """
 
     choices: Sequence[Sequence[int]]
@@ -109,6 +110,7 @@ class Script:
     fail_after: int | None = None
     failure: Failed = field(default_factory=lambda: Failed(1, Code.INTERNAL, "The fake failed."))
     cached: int = 0
+    queued_ms: int = 0
 
 
 Respond = Callable[[Submit], Script]
@@ -252,6 +254,7 @@ class FakeExecutor:
                         script.finish if last else "",
                         script.cached if start == 0 else 0,
                         self._logprobs(submit, now),
+                        script.queued_ms if start == 0 else 0,
                     )
                 )
             self._emit(peer, deltas)
