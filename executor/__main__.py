@@ -25,6 +25,7 @@ from executor.kv import block_bytes
 from executor.load import DEFAULT_MODEL, LoadedModel, load_model
 from executor.memory import RemoteMemory
 from executor.models.registry import UnknownModel
+from executor.native import NativeRunner, why_not
 from executor.runner import Runner
 from executor.scheduler import Scheduler
 from executor.server import Server
@@ -159,10 +160,8 @@ def _load(config: Config, server: Server) -> LoadedModel:
     return load_model(config.model, dtype=config.dtype, device=config.device, on_progress=progress)
 
 
-def _runner(config: Config, loaded: LoadedModel, server: Server) -> Runner:
+def _runner(config: Config, loaded: LoadedModel, server: Server) -> Runner | NativeRunner:
     """Allocates the KV tensors and warms up."""
-    server.reason = "warming up"
-    log.info("warming up")
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     each = block_bytes(loaded.config, config.block_size, dtype)
     # The null block is allocated like the others and never granted.
@@ -172,7 +171,10 @@ def _runner(config: Config, loaded: LoadedModel, server: Server) -> Runner:
             f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {each} bytes, at least "
             "2 are needed: give more memory or a smaller --block-size"
         )
-    runner = Runner(
+    kind = _kernels(config, loaded, server, dtype)
+    server.reason = "warming up"
+    log.info("warming up")
+    runner = kind(
         loaded,
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -183,7 +185,24 @@ def _runner(config: Config, loaded: LoadedModel, server: Server) -> Runner:
     return runner
 
 
-def _pool(config: Config, loaded: LoadedModel, runner: Runner) -> PoolSpec:
+def _kernels(
+    config: Config, loaded: LoadedModel, server: Server, dtype: torch.dtype
+) -> type[Runner] | type[NativeRunner]:
+    """What computes the steps, as asked for and as this machine allows."""
+    if config.kernels == "torch" or config.device != "cpu":
+        return Runner
+    server.reason = "building the native step"
+    reason = why_not(loaded, dtype, config.block_size)
+    if reason is None:
+        log.info("kernels=native")
+        return NativeRunner
+    if config.kernels == "native":
+        raise CannotStart(f"--kernels native: {reason}; use --kernels torch")
+    log.warning("kernels=torch, slower than native code: %s", reason)
+    return Runner
+
+
+def _pool(config: Config, loaded: LoadedModel, runner: Runner | NativeRunner) -> PoolSpec:
     """What memd is told of the KV tensors."""
     return PoolSpec(
         name=config.pool,
@@ -195,7 +214,7 @@ def _pool(config: Config, loaded: LoadedModel, runner: Runner) -> PoolSpec:
     )
 
 
-def _bounds(config: Config, loaded: LoadedModel, runner: Runner) -> Bounds:
+def _bounds(config: Config, loaded: LoadedModel, runner: Runner | NativeRunner) -> Bounds:
     """What requests may ask for."""
     context = loaded.card.context_length
     return Bounds(

@@ -30,6 +30,10 @@ class Config:
     index: int = flag(0, "which executor of this run directory", least=0, most=999)
     device: Literal["cpu", "cuda"] = flag("cpu", "what computes")
     dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "of weights, activations, K and V")
+    kernels: Literal["auto", "native", "torch"] = flag(
+        "auto",
+        "the CPU step: native code built here at first use, or plain torch; auto: native if it can",
+    )
     kv_memory: Size = flag(Size(1 << 30), "memory for K and V", least=1)
     num_blocks: int | None = flag(
         None, "KV blocks to be granted, instead of --kv-memory", least=1, most=(1 << 24) - 1
