@@ -202,7 +202,7 @@ class Engine:
         """Everything memd held for us is gone: requests go back to the queue and are computed again."""
         self._fences += 1
         log.warning(
-            "lost the memory daemon's grants (%s): %d sequences are computed again",
+            "lost the memory daemon's grants (%s): sequences computed again: %d",
             fenced,
             self._scheduler.sequences_running,
         )
@@ -249,7 +249,7 @@ class Engine:
             self._drain_until = self._clock() + self._drain_seconds
             self._server.draining = True
             self._server.send_status()
-            log.info("draining: %d requests to finish", self._scheduler.requests)
+            log.info("draining: requests=%d", self._scheduler.requests)
         return self._signals > 1 or not self._scheduler.busy or self._clock() >= self._drain_until
 
 

@@ -20,6 +20,7 @@ from gateway.app import build_app
 from gateway.auth import KEYS
 from gateway.config import GatewayConfig, load_config
 from gateway.engine import ENGINE
+from gateway.errors import counted
 from gateway.guard import GuardedRunner
 from gateway.limits import ADMISSION
 from wire.announce import announced
@@ -84,18 +85,14 @@ async def _drain(app: web.Application, seconds: float, hurry: asyncio.Event) -> 
     """Take nothing new (503, and /ready says so), wait for what runs, then end it with an error event."""
     admission = app[ADMISSION]
     admission.drain()
-    log.info("draining: %s for up to %g s", _requests(admission.requests), seconds)
+    log.info("draining: %s for up to %g s", counted(admission.requests, "request"), seconds)
     await _until_idle(app, seconds, hurry)
     if admission.requests:
-        log.warning("%s did not finish in time", _requests(admission.requests))
+        log.warning("%s did not finish in time", counted(admission.requests, "request"))
         app[ENGINE].fail_all(
             Refused(Code.DRAINING, "The server shut down before this request finished; retry.")
         )
         await _until_idle(app, _LAST_WORDS_S, asyncio.Event())
-
-
-def _requests(count: int) -> str:
-    return "1 request" if count == 1 else f"{count} requests"
 
 
 async def _until_idle(app: web.Application, seconds: float, hurry: asyncio.Event) -> None:

@@ -36,6 +36,11 @@ _CLIENT_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DEFAULT_BODY_TIMEOUT = 15.0
 
 
+def counted(count: int, what: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 class ApiError(Exception):
     """A request that ends with an error body.
 

@@ -13,7 +13,7 @@ from typing import Self
 
 from aiohttp import web
 
-from gateway.errors import ApiError, from_refusal
+from gateway.errors import ApiError, counted, from_refusal
 from wire.errors import Code
 
 
@@ -95,7 +95,7 @@ class Admission:
         if key and limits.per_key_requests and self._per_key[key] >= limits.per_key_requests:
             raise ApiError(
                 429,
-                f"This API key has {self._per_key[key]} requests in progress and may have "
+                f"This API key has {counted(self._per_key[key], 'request')} in progress and may have "
                 f"{limits.per_key_requests}; wait for one to finish (--per-key-requests).",
                 type="rate_limit_error",
                 code="rate_limit_exceeded",
@@ -104,7 +104,7 @@ class Admission:
         if self.requests >= limits.max_requests:
             raise from_refusal(
                 Code.OVERLOADED,
-                f"The server has {self.requests} requests in progress and takes "
+                f"The server has {counted(self.requests, 'request')} in progress and takes "
                 f"{limits.max_requests}; retry later (--max-requests).",
             )
         waiting = self.queued_tokens

@@ -289,7 +289,7 @@ class Link:
         if self._session is None:
             return
         level = logging.INFO if self._closing else logging.WARNING
-        log.log(level, "executor=%s lost with %d requests: %s", self.name, len(self._live), why)
+        log.log(level, "executor=%s lost requests=%d: %s", self.name, len(self._live), why)
         self._session = self.status = self._idle_since = None
         self._problem = f"it is not connected: {why}"
         self._greeted = 0.0

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 
 from gateway.engine import Engine
-from gateway.errors import ApiError, from_refusal
+from gateway.errors import ApiError, counted, from_refusal
 from gateway.link import SubmitOptions
 from gateway.openai import GenerationRequest
 from gateway.served import Model
@@ -97,7 +97,7 @@ def fit(prompt_tokens: int, asked: int | None, model: Model, param: str, default
     if room < 1:
         raise ApiError(
             400,
-            f"The prompt has {prompt_tokens} tokens, but the model's context is {context} tokens, "
+            f"The prompt has {counted(prompt_tokens, 'token')}, but the model's context is {context} tokens, "
             "prompt and output together; shorten the prompt.",
             code="context_length_exceeded",
             param=param,
@@ -107,7 +107,7 @@ def fit(prompt_tokens: int, asked: int | None, model: Model, param: str, default
     if asked > room:
         raise ApiError(
             400,
-            f"The prompt has {prompt_tokens} tokens and {asked} more are asked for, "
+            f"The prompt has {counted(prompt_tokens, 'token')} and {asked} more are asked for, "
             f"{prompt_tokens + asked} in all, but the model's context is {context} tokens; shorten "
             f"the prompt or ask for at most {room}.",
             code="context_length_exceeded",
@@ -144,7 +144,8 @@ def options(
     if min_tokens > max_tokens:
         raise ApiError(
             400,
-            f"min_tokens is {min_tokens}, more than the {max_tokens} tokens that may be generated.",
+            f"min_tokens is {min_tokens}, more than the {counted(max_tokens, 'token')} that may be "
+            "generated.",
             param="min_tokens",
         )
     sampling = Sampling(

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return down(load_at(rest, "down", "Stop a server started with `pagekeeper up`."))
         case ["--version" | "-V" | "version"]:
-            print(f"pagekeeper {importlib.metadata.version('pagekeeper')}")
+            print(f"pagekeeper {_version()}")
             return 0
         case ["-h" | "--help" | "help"]:
             print(USAGE)
@@ -43,6 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         case _:
             print(USAGE, file=sys.stderr)
             return 2
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("pagekeeper")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown: this is a source tree that is not installed"
 
 
 if __name__ == "__main__":
