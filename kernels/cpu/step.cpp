@@ -53,6 +53,7 @@ constexpr int ROWS = 3;
 constexpr int VECTORS = 4;
 constexpr int PANEL = VECTORS * W;
 constexpr int MOST_HEAD = 256;
+constexpr int AHEAD = 2;  // blocks of K and V fetched before they are needed
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef u32 vu __attribute__((vector_size(W * 4)));
@@ -138,11 +139,15 @@ struct F32 {
     }
 };
 
-// acc[r][v] += w[i][v] . x[r][i] for i below n.
+// acc[r][v] += w[i][v] . x[r][i] for i below n. `ahead`: how far from `w` lies what is read next.
 template <class T, int R, int NV>
-INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x, size_t ldx, size_t n) {
+INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x, size_t ldx, size_t n,
+                       std::ptrdiff_t ahead) {
     for (size_t i = 0; i < n; i++, w += step) {
         vu part[NV];
+        if (ahead)
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) __builtin_prefetch(w + ahead + v * W);
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) part[v] = load<vu>(w + v * W);
 #pragma GCC unroll 6
@@ -154,9 +159,10 @@ INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x
 
 // out[r][v] = sum over i of w[i][v] . x[r][i].
 template <class T, int R, int NV>
-void product(const u32* w, size_t step, const u32* x, size_t ldx, size_t n, float* out, size_t ldo) {
+void product(const u32* w, size_t step, const u32* x, size_t ldx, size_t n, float* out, size_t ldo,
+             std::ptrdiff_t ahead = 0) {
     vf acc[R][NV] = {};
-    accumulate<T, R, NV>(acc, w, step, x, ldx, n);
+    accumulate<T, R, NV>(acc, w, step, x, ldx, n, ahead);
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -180,6 +186,8 @@ void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, 
         int from = values.from - block * size, to = values.to - block * size;
         from = from < 0 ? 0 : from;
         to = to > size ? size : to;
+        const bool more = (block + AHEAD) * size < values.to;
+        const std::ptrdiff_t ahead = more ? values.tiles[block + AHEAD] - values.tiles[block] : 0;
         const auto single = [&](int unit, u32 mask) {  // one key of a pair whose other one does not count
             for (int v = 0; v < NV; v++) {
                 const vu kept = load<vu>(tile + (size_t)unit * head + v * W) & mask;
@@ -188,7 +196,7 @@ void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, 
         };
         if (T::per == 2 && from % 2) single(from++ / 2, 0xffff0000u);
         accumulate<T, R, NV>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
-                             to / T::per - from / T::per);
+                             to / T::per - from / T::per, ahead);
         if (T::per == 2 && to % 2) single(to / 2, 0x0000ffffu);
     }
 #pragma GCC unroll 6
@@ -687,14 +695,18 @@ class Engine {
                         heads * units * 4);
         float* scores = own.scores.as<float>();
         const size_t stride = scores_stride(end - base);
-        for (int b = 0; b < blocks; b++)
+        for (int b = 0; b < blocks; b++) {
+            // Blocks lie anywhere, so the hardware cannot see the next one coming. V follows.
+            const int next = b + AHEAD;
+            const std::ptrdiff_t ahead = (next < blocks ? keys[next] : values[std::min(next - blocks, blocks - 1)]) - keys[b];
             for (int key = 0; key < size; key += W)  // the last vector may reach past the block: overwritten
                 tiles_of(rows, [&](size_t first, int count) {
                     float* to = scores + first * stride + b * size + key;
                     with_rows(count, [&](auto R) {
-                        product<T, R.value, 1>(keys[b] + key, size, q + first * units, units, units, to, stride);
+                        product<T, R.value, 1>(keys[b] + key, size, q + first * units, units, units, to, stride, ahead);
                     });
                 });
+        }
         float* out = own.out.as<float>();
         float* totals = out + rows * head;
         for (size_t r = 0; r < rows; r++) {
