@@ -9,6 +9,7 @@ import torch
 
 from executor.accept import Bounds
 from executor.load import LoadedModel
+from executor.native import NativeRunner
 from executor.plan import Plan
 from executor.request import pack
 from executor.runner import Runner
@@ -33,16 +34,10 @@ class Text:
 class Machine:
     """An executor around one model. The KV tensors start as NaN: a slot that is read unwritten shows."""
 
-    def __init__(self, loaded: LoadedModel, blocks: int, step_tokens: int = 512) -> None:
-        self.runner = Runner(
-            loaded,
-            num_blocks=blocks + 1,
-            block_size=BLOCK_SIZE,
-            device="cpu",
-            dtype=torch.float32,
-        )
-        self.runner.kv.keys.fill_(float("nan"))
-        self.runner.kv.values.fill_(float("nan"))
+    def __init__(
+        self, loaded: LoadedModel, blocks: int, step_tokens: int = 512, *, native: bool = False
+    ) -> None:
+        self.runner = self._runner(loaded, blocks + 1, native)
         self.memory = LocalMemory(blocks, BLOCK_SIZE)
         self.memory.register(lambda: None)
         self.scheduler = Scheduler(
@@ -55,6 +50,26 @@ class Machine:
             )
         )
         self._requests = 0
+
+    @staticmethod
+    def _runner(loaded: LoadedModel, num_blocks: int, native: bool) -> Runner | NativeRunner:
+        if native:
+            step = NativeRunner(
+                loaded,
+                num_blocks=num_blocks,
+                block_size=BLOCK_SIZE,
+                device="cpu",
+                dtype=torch.float32,
+                keep=True,
+            )
+            step.kv.memory.fill(0xFF)  # NaN in every float format
+            return step
+        runner = Runner(
+            loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE, device="cpu", dtype=torch.float32
+        )
+        runner.kv.keys.fill_(float("nan"))
+        runner.kv.values.fill_(float("nan"))
+        return runner
 
     @property
     def preemptions(self) -> int:
