@@ -22,7 +22,7 @@ LEFTOVERS = (
 
 _FOR_EXECUTOR = (
     "model", "served_model_name", "device", "dtype", "kv_memory", "num_blocks", "block_size",
-    "max_model_len", "max_step_tokens",
+    "max_model_len", "max_step_tokens", "kernels",
 )  # fmt: skip
 
 
