@@ -34,6 +34,7 @@ using i32 = std::int32_t;
 using i64 = std::int64_t;
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;
+using u64 = std::uint64_t;
 
 // ---------------------------------------------------------------- vectors
 
@@ -289,36 +290,51 @@ namespace {
 
 // ---------------------------------------------------------------- threads
 
-class Team {
-  public:
-    explicit Team(int size) : size_(size) {}
+void relax(int spins) {
+    if (spins >= 100) {
+        sched_yield();  // whoever we wait for may need this core
+        return;
+    }
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
 
-    void barrier() {
-        const u32 phase = phase_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-            arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1, std::memory_order_release);
-            return;
-        }
-        for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) relax(spins);
+// One stage of a step, in pieces that threads take as they come. It is over when its pieces are, not when all
+// threads have seen it, so a thread that lost its core with no piece in hand keeps nobody waiting. Both words
+// hold the step's number above a count: a thread from an earlier step finds another number and leaves. What a
+// step points to may be read only with a piece in hand, for only then must the step still be going on.
+class Stage {
+  public:
+    void open(u32 step, u32 pieces) {
+        const u64 word = (u64)step << 32 | pieces;
+        pending_.store(word, std::memory_order_relaxed);
+        left_.store(word, std::memory_order_release);
     }
 
-    static void relax(int spins) {
-        if (spins >= 2000) {
-            sched_yield();  // whoever we wait for may need this core
-            return;
+    // Calls f(pieces left behind this one) for each piece taken; returns false if the step is another one.
+    template <class F> bool run(u32 step, const F& f) {
+        for (u64 word = left_.load(std::memory_order_acquire);;) {
+            if (word >> 32 != step) return false;
+            if ((u32)word == 0) break;
+            if (!left_.compare_exchange_weak(word, word - 1, std::memory_order_acquire)) continue;
+            f((u32)word - 1);
+            pending_.fetch_sub(1, std::memory_order_release);
+            word = left_.load(std::memory_order_acquire);
         }
-#if defined(__x86_64__)
-        _mm_pause();
-#elif defined(__aarch64__)
-        asm volatile("yield");
-#endif
+        for (int spins = 0;; spins++) {
+            const u64 word = pending_.load(std::memory_order_acquire);
+            if (word >> 32 != step) return false;
+            if ((u32)word == 0) return true;
+            relax(spins);
+        }
     }
 
   private:
-    const u32 size_;
-    alignas(64) std::atomic<u32> arrived_{0};
-    alignas(64) std::atomic<u32> phase_{0};
+    alignas(64) std::atomic<u64> left_{0};
+    alignas(64) std::atomic<u64> pending_{0};
 };
 
 // Memory that grows and is never copied; large ones in huge pages.
@@ -351,16 +367,26 @@ struct Tile {
 };
 
 struct Scratch {  // of one thread
-    Buffer queries, scores, tiles, out, best;
+    Buffer queries, scores, tiles, out;
+    Buffer best;  // of each output and lane: the greatest logit, its id, and NaN once one was not finite
+    vi* where(size_t outputs) const { return best.as<vi>() + outputs; }
+    vf* faults(size_t outputs) const { return best.as<vf>() + 2 * outputs; }
 };
 
 // ---------------------------------------------------------------- the step
 
+// The stages of a step: COPY and EMBED, the next nine for each layer, the last two.
+enum Kind { COPY, EMBED, NORM, QKV, PLACE, ATTEND, COMPACT, OUTPUT, POST_NORM, GATE, DOWN, LAST_NORM, HEAD };
+
 class Engine {
   public:
     explicit Engine(const Model& model)
-        : m(model), layers(model.layer, model.layer + model.layers), team((int)model.threads),
-          scratch(model.threads), tasks(model.layers) {}
+        : m(model), layers(model.layer, model.layer + model.layers), scratch(model.threads),
+          stages(2 + 9 * model.layers + 2) {
+        ld_hidden = padded(m.hidden, PANEL);
+        ld_qkv = padded(qkv_columns(), PANEL);
+        ld_gated = padded(gate_columns(), PANEL) / 2;
+    }
 
     void start() {
         for (int t = 1; t < m.threads; t++) threads.emplace_back([this, t] { serve(t); });
@@ -374,20 +400,20 @@ class Engine {
 
     void run(const Step& step) {
         s = step;
-        m.wide ? prepare<F32>() : prepare<Bf16>();
+        prepare();
         wake();
-        work(0);
+        work(0, number.load(std::memory_order_relaxed));
+        settle();
     }
 
   private:
     Model m;
     std::vector<Layer> layers;
     Step s{};
-    Team team;
     std::vector<std::thread> threads;
     std::vector<Scratch> scratch;
-    std::vector<std::atomic<u32>> tasks;  // of each layer: the next piece of attention
-    std::atomic<u32> job{0};
+    std::vector<Stage> stages;
+    std::atomic<u32> number{0};  // of the step
     std::atomic<bool> stopping{false};
 
     Buffer residual, normed, projected, queries, attended, gated, positions, owners;
@@ -396,29 +422,27 @@ class Engine {
 
     size_t group() const { return m.heads / m.kv_heads; }
     size_t tile_units(int per) const { return (size_t)m.head_dim * m.block_size / per; }  // of K, or of V
+    size_t qkv_columns() const { return (m.heads + 2 * m.kv_heads) * m.head_dim; }
+    size_t gate_columns() const { return 2 * padded(m.intermediate, W); }
 
     void wake() {
-        job.fetch_add(1, std::memory_order_release);
-        job.notify_all();
+        number.fetch_add(1, std::memory_order_release);
+        number.notify_all();
     }
 
     void serve(int t) {
-        for (u32 seen = 0;; seen++) {
-            for (int spins = 0; spins < 2000 && job.load(std::memory_order_acquire) == seen; spins++)
-                Team::relax(0);
-            job.wait(seen, std::memory_order_acquire);
+        for (u32 seen = 0;;) {
+            number.wait(seen, std::memory_order_acquire);
             if (stopping) return;
-            work(t);
+            seen = number.load(std::memory_order_acquire);
+            work(t, seen);
         }
     }
 
-    void work(int t) { m.wide ? compute<F32>(t) : compute<Bf16>(t); }
+    void work(int t, u32 step) { m.wide ? compute<F32>(t, step) : compute<Bf16>(t, step); }
 
-    template <class T> void prepare() {
+    void prepare() {
         const size_t n = s.tokens;
-        ld_hidden = padded(m.hidden, PANEL);
-        ld_qkv = padded((m.heads + 2 * m.kv_heads) * m.head_dim, PANEL);
-        ld_gated = padded(2 * padded(m.intermediate, W), PANEL) / 2;
         residual.reserve(n * ld_hidden * 4);
         normed.reserve(n * ld_hidden * 4);
         projected.reserve(n * ld_qkv * 4);
@@ -427,7 +451,6 @@ class Engine {
         gated.reserve(n * ld_gated * 4);
         positions.reserve(n * 4);
         owners.reserve(n * 4);
-        for (auto& task : tasks) task.store(0, std::memory_order_relaxed);
         tiles.clear();
         const size_t most = std::max<size_t>(1, 2 * ROWS / group());
         size_t longest = 0;
@@ -448,63 +471,95 @@ class Engine {
             own.tiles.reserve((longest / m.block_size + 2) * sizeof(void*) * 2);
             own.out.reserve(std::max<size_t>(rows * (m.head_dim + 1), ROWS * PANEL) * 4);
             own.best.reserve(s.outputs * W * 12);
+            for (i64 i = 0; i < s.outputs; i++)
+                own.best.as<vf>()[i] = splat(-INFINITY), own.where(s.outputs)[i] = vi{},
+                own.faults(s.outputs)[i] = vf{};
         }
+        for (size_t i = 0; i < stages.size(); i++) stages[i].open(number + 1, (u32)pieces(i));
     }
+
+    Kind kind(size_t stage) const {
+        if (stage < 2) return (Kind)stage;
+        const size_t end = 2 + 9 * layers.size();
+        return (Kind)(stage < end ? NORM + (stage - 2) % 9 : LAST_NORM + (stage - end));
+    }
+
+    // Rows of a stage: behind the last layer's attention only tokens that are sampled count.
+    size_t rows_of(size_t stage) const {
+        return stage >= stages.size() - 6 ? s.outputs : s.tokens;
+    }
+
+    size_t pieces(size_t stage) const {
+        const size_t n = rows_of(stage), each = n < 128 ? 4 : 16, some = (n + each - 1) / each;
+        switch (kind(stage)) {
+            case COPY: return s.copies * m.layers;
+            case EMBED: case NORM: case PLACE: case POST_NORM: case LAST_NORM: return some;
+            case QKV: return shares(qkv_columns(), n);
+            case ATTEND: return stage + 8 == stages.size() && !s.outputs ? 0 : tiles.size() * m.kv_heads;
+            case COMPACT: return stage + 7 == stages.size() && s.outputs < s.tokens;
+            case OUTPUT: case DOWN: return shares(m.hidden, n);
+            case GATE: return shares(gate_columns(), n);
+            case HEAD: return shares(m.vocab, n);
+        }
+        return 0;
+    }
+
+    // The columns of a product are shared out in whole panels, or in halves where those are few.
+    size_t share(size_t columns) const { return columns >= 8 * PANEL * (size_t)m.threads ? PANEL : PANEL / 2; }
+    size_t shares(size_t columns, size_t rows) const {
+        const size_t all = (columns + share(columns) - 1) / share(columns);
+        return rows ? std::min<size_t>(all, m.threads * (rows < 32 ? 4 : 16)) : 0;
+    }
+
+    // The part of `count` that is piece `left` from the end of `pieces`.
+    struct Range {
+        size_t from, to;
+        Range(size_t count, size_t pieces, u32 left)
+            : from(count * (pieces - 1 - left) / pieces), to(count * (pieces - left) / pieces) {}
+    };
 
     size_t scores_stride(size_t length) const { return padded(length, m.block_size) + 2 * W; }
 
-    template <class T> void compute(int t) {
-        // Behind the last barrier the caller may already be preparing the next step: `s` is not read there.
-        const bool silent = s.outputs == 0;
-        copy<T>(t);
-        embed<T>(t);
-        team.barrier();
-        size_t n = s.tokens;
-        for (size_t index = 0; index < layers.size(); index++) {
-            const Layer& layer = layers[index];
-            normalise<T>(t, layer.input_norm, n);
-            team.barrier();
-            project_qkv<T>(t, layer);
-            team.barrier();
-            place<T>(t, layer, index);
-            team.barrier();
-            if (index + 1 == layers.size() && silent) return;
-            attend<T>(t, layer, index);
-            team.barrier();
-            if (index + 1 == layers.size() && s.outputs < s.tokens) {  // the rest is for sampled tokens only
-                if (t == 0) compact<T>();
-                n = s.outputs;
-                team.barrier();
+    template <class T> void compute(int t, u32 step) {
+        for (size_t i = 0; i < stages.size(); i++)
+            if (!stages[i].run(step, [&](u32 left) { work_on<T>(t, i, left); })) return;
+    }
+
+    template <class T> void work_on(int t, size_t stage, u32 left) {
+        const size_t n = rows_of(stage), count = pieces(stage), index = (stage - 2) / 9;
+        const Range some(n, count, left);
+        const Layer* layer = index < layers.size() ? &layers[index] : nullptr;
+        const size_t heads = m.heads * m.head_dim;
+        switch (kind(stage)) {
+            case COPY: return copy<T>(count - 1 - left);
+            case EMBED: return embed<T>(some);
+            case NORM: return normalise<T>(some, layer->input_norm);
+            case QKV: return project_qkv<T>(*layer, n, left);
+            case PLACE: return place<T>(some, *layer, index);
+            case ATTEND: {
+                const size_t piece = count - 1 - left;
+                return attend<T>(scratch[t], *layer, index, tiles[piece / m.kv_heads], piece % m.kv_heads);
             }
-            add_product<T>(t, layer.output, attended.as<u32>(), m.heads * m.head_dim, m.heads * m.head_dim, n);
-            team.barrier();
-            normalise<T>(t, layer.post_norm, n);
-            team.barrier();
-            gate<T>(t, layer, n);
-            team.barrier();
-            add_product<T>(t, layer.down, gated.as<u32>(), ld_gated, m.intermediate, n);
-            team.barrier();
+            case COMPACT: return compact<T>();
+            case OUTPUT: return add_product<T>(layer->output, attended.as<u32>(), heads, heads, n, left);
+            case POST_NORM: return normalise<T>(some, layer->post_norm);
+            case GATE: return gate<T>(*layer, n, left);
+            case DOWN: return add_product<T>(layer->down, gated.as<u32>(), ld_gated, m.intermediate, n, left);
+            case LAST_NORM: return normalise<T>(some, m.norm);
+            case HEAD: return choose<T>(scratch[t], left);
         }
-        normalise<T>(t, m.norm, n);
-        team.barrier();
-        choose<T>(t);
-        team.barrier();
-        if (t == 0) settle();
     }
 
     // Whole blocks, all layers. No target is a source, and none is a target twice.
-    template <class T> void copy(int t) {
+    template <class T> void copy(size_t piece) {
         const size_t block = m.kv_heads * 2 * tile_units(T::per);
-        const size_t pieces = s.copies * m.layers;
-        for (size_t i = pieces * t / m.threads; i < pieces * (t + 1) / m.threads; i++) {
-            u32* layer = m.kv + i % m.layers * m.blocks * block;
-            const i32* pair = s.copied + i / m.layers * 2;
-            std::memcpy(layer + pair[1] * block, layer + pair[0] * block, block * 4);
-        }
+        u32* layer = m.kv + piece % m.layers * m.blocks * block;
+        const i32* pair = s.copied + piece / m.layers * 2;
+        std::memcpy(layer + pair[1] * block, layer + pair[0] * block, block * 4);
     }
 
-    template <class T> void embed(int t) {
-        for (size_t i = s.tokens * t / m.threads; i < (size_t)s.tokens * (t + 1) / m.threads; i++) {
+    template <class T> void embed(Range rows) {
+        for (size_t i = rows.from; i < rows.to; i++) {
             float* to = residual.as<float>() + i * ld_hidden;
             const size_t row = (size_t)s.ids[i] * m.hidden;
             for (i64 h = 0; h < m.hidden; h++) to[h] = T::get(m.embedding, row + h);
@@ -512,9 +567,9 @@ class Engine {
         }
     }
 
-    // Root mean square norm of the first n rows of the residual stream.
-    template <class T> void normalise(int t, const float* weight, size_t n) {
-        for (size_t i = n * t / m.threads; i < n * (t + 1) / m.threads; i++) {
+    // Root mean square norm of rows of the residual stream.
+    template <class T> void normalise(Range rows, const float* weight) {
+        for (size_t i = rows.from; i < rows.to; i++) {
             const float* x = residual.as<float>() + i * ld_hidden;
             u32* to = normed.as<u32>() + i * ld_hidden / T::per;
             const float factor = inverse_rms(x, ld_hidden, m.hidden);
@@ -529,13 +584,14 @@ class Engine {
         return 1.0f / std::sqrt(sum(squares) / (float)count + (float)m.epsilon);
     }
 
-    // store(row, first column, values, vectors) for this thread's columns of x . weight, `grain` vectors at least.
+    // store_tile(row, first column, values, vectors) for one share of the columns of x . weight.
     template <class T, class Store>
-    void multiply(int t, const u32* weight, size_t inner, size_t columns, size_t grain, const u32* x, size_t ldx,
-                  size_t rows, const Store& store_tile) {
+    void multiply(u32 left, const u32* weight, size_t inner, size_t columns, const u32* x, size_t ldx, size_t rows,
+                  const Store& store_tile) {
         constexpr size_t SOME = 240;  // rows whose input stays in the cache beside a panel of weights
-        const size_t k = inner / T::per, grains = (columns + grain * W - 1) / (grain * W);
-        const size_t from = grains * t / m.threads * grain * W, to = grains * (t + 1) / m.threads * grain * W;
+        const size_t k = inner / T::per, width = share(columns);
+        const Range units((columns + width - 1) / width, shares(columns, rows), left);
+        const size_t from = units.from * width, to = units.to * width;
         alignas(64) float out[ROWS * PANEL];
         for (size_t base = 0; base < rows; base += SOME) {
             const size_t part = std::min(SOME, rows - base);
@@ -561,9 +617,8 @@ class Engine {
         return bias ? load<vf>(values) + load<vf>(bias) : load<vf>(values);
     }
 
-    template <class T> void project_qkv(int t, const Layer& layer) {
-        const size_t columns = (m.heads + 2 * m.kv_heads) * m.head_dim;
-        multiply<T>(t, layer.qkv.weight, m.hidden, columns, 1, normed.as<u32>(), ld_hidden / T::per, s.tokens,
+    template <class T> void project_qkv(const Layer& layer, size_t n, u32 left) {
+        multiply<T>(left, layer.qkv.weight, m.hidden, qkv_columns(), normed.as<u32>(), ld_hidden / T::per, n,
                     [&](size_t row, size_t column, const float* values, int vectors) {
                         float* to = projected.as<float>() + row * ld_qkv + column;
                         const float* bias = layer.qkv.bias;
@@ -574,8 +629,8 @@ class Engine {
 
     // residual += x . weight + bias.
     template <class T>
-    void add_product(int t, const Linear& linear, const u32* x, size_t ldx, size_t inner, size_t n) {
-        multiply<T>(t, linear.weight, inner, m.hidden, 1, x, ldx / T::per, n,
+    void add_product(const Linear& linear, const u32* x, size_t ldx, size_t inner, size_t n, u32 left) {
+        multiply<T>(left, linear.weight, inner, m.hidden, x, ldx / T::per, n,
                     [&](size_t row, size_t column, const float* values, int vectors) {
                         float* to = residual.as<float>() + row * ld_hidden + column;
                         const float* bias = linear.bias;
@@ -585,8 +640,8 @@ class Engine {
     }
 
     // silu(gate) * up; columns come as vectors of gate and up in turn.
-    template <class T> void gate(int t, const Layer& layer, size_t n) {
-        multiply<T>(t, layer.gate_up.weight, m.hidden, 2 * padded(m.intermediate, W), 2, normed.as<u32>(),
+    template <class T> void gate(const Layer& layer, size_t n, u32 left) {
+        multiply<T>(left, layer.gate_up.weight, m.hidden, gate_columns(), normed.as<u32>(),
                     ld_hidden / T::per, n, [&](size_t row, size_t column, const float* values, int vectors) {
                         u32* to = gated.as<u32>() + row * ld_gated / T::per;
                         const float* bias = layer.gate_up.bias;
@@ -600,11 +655,10 @@ class Engine {
     }
 
     // Norm and rotation of q and k; q to `queries`, k and v to their slots.
-    template <class T> void place(int t, const Layer& layer, size_t index) {
+    template <class T> void place(Range tokens, const Layer& layer, size_t index) {
         const size_t all = m.heads + 2 * m.kv_heads, head = m.head_dim;
-        const size_t pieces = s.tokens * all;
-        for (size_t piece = pieces * t / m.threads; piece < pieces * (t + 1) / m.threads; piece++) {
-            const size_t token = piece / all, h = piece % all;
+        for (size_t i = tokens.from * all; i < tokens.to * all; i++) {
+            const size_t token = i / all, h = i % all;
             const float* x = projected.as<float>() + token * ld_qkv + h * head;
             const i32 position = positions.as<i32>()[token];
             const bool is_query = h < (size_t)m.heads, is_value = h >= (size_t)(m.heads + m.kv_heads);
@@ -661,17 +715,8 @@ class Engine {
         return ((layer * m.blocks + block) * m.kv_heads + kv_head) * 2 * tile_units(T::per);
     }
 
-    template <class T> void attend(int t, const Layer& layer, size_t index) {
-        const u32 pieces = (u32)(tiles.size() * m.kv_heads);
-        for (;;) {
-            const u32 piece = tasks[index].fetch_add(1, std::memory_order_relaxed);
-            if (piece >= pieces) return;
-            attend_tile<T>(scratch[t], layer, index, tiles[piece / m.kv_heads], piece % m.kv_heads);
-        }
-    }
-
     template <class T>
-    void attend_tile(const Scratch& own, const Layer& layer, size_t index, const Tile& tile, size_t kv_head) {
+    void attend(const Scratch& own, const Layer& layer, size_t index, const Tile& tile, size_t kv_head) {
         const size_t head = m.head_dim, units = head / T::per, heads = group(), rows = tile.count * heads;
         const int size = (int)m.block_size, end = tile.position + tile.count;
         const auto least = [&](int position) {  // the first position a token at `position` sees
@@ -769,15 +814,13 @@ class Engine {
     }
 
     // Logits of the sampled tokens, and the greatest of each lane.
-    template <class T> void choose(int t) {
+    template <class T> void choose(const Scratch& own, u32 left) {
         const size_t vocab = m.vocab;
-        Scratch& own = scratch[t];
         vf* best = own.best.as<vf>();
-        vi* where = reinterpret_cast<vi*>(best + s.outputs);
-        vf* faults = reinterpret_cast<vf*>(where + s.outputs);  // NaN once a logit is not finite
-        for (i64 i = 0; i < s.outputs; i++) best[i] = splat(-INFINITY), where[i] = vi{}, faults[i] = vf{};
+        vi* where = own.where(s.outputs);
+        vf* faults = own.faults(s.outputs);
         const vi lane = lanes();
-        multiply<T>(t, m.head, m.hidden, vocab, 1, normed.as<u32>(), ld_hidden / T::per, s.outputs,
+        multiply<T>(left, m.head, m.hidden, vocab, normed.as<u32>(), ld_hidden / T::per, s.outputs,
                     [&](size_t row, size_t column, const float* values, int vectors) {
                         if (s.kept[row] >= 0) {
                             const size_t count = std::min<size_t>(vectors * W, vocab - column);
@@ -800,8 +843,8 @@ class Engine {
             i32 id = -1;
             for (auto& own : scratch) {
                 const vf best = own.best.as<vf>()[i];
-                const vi where = (own.best.as<vi>() + s.outputs)[i];
-                fault += sum((own.best.as<vf>() + 2 * s.outputs)[i]);
+                const vi where = own.where(s.outputs)[i];
+                fault += sum(own.faults(s.outputs)[i]);
                 for (int v = 0; v < W; v++)
                     if (best[v] > most || (best[v] == most && where[v] < id)) most = best[v], id = where[v];
             }

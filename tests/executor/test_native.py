@@ -165,6 +165,18 @@ def test_a_token_has_the_same_logits_to_the_last_bit_whatever_the_chunks_and_the
             assert torch.equal(logits, torch.cat(want))
 
 
+def test_threads_that_come_late_to_a_step_change_nothing(loaded: LoadedModel) -> None:
+    # More threads than cores: most see a step only when later ones are under way, some never do.
+    prompts = [text(length, seed) for seed, length in enumerate((33, 5, 64))]
+    texts = [
+        greedy(
+            native(loaded, 400, threads=threads), prompts, 300, Blocks(400, 4, random.Random(0)), 9
+        )
+        for threads in (1, 7)
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_greedy_text_is_the_torch_runners(loaded: LoadedModel) -> None:
     prompts = [text(length, seed) for seed, length in enumerate((33, 5, 64, 1, 20))]
     rng = random.Random(5)
