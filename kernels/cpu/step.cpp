@@ -54,7 +54,7 @@ constexpr int ROWS = 3;
 constexpr int VECTORS = 4;
 constexpr int PANEL = VECTORS * W;
 constexpr int MOST_HEAD = 256;
-constexpr int AHEAD = 2;  // blocks of K and V fetched before they are needed
+constexpr int AHEAD = 3;  // blocks of K and V fetched before they are needed
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef u32 vu __attribute__((vector_size(W * 4)));
@@ -160,14 +160,36 @@ INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x
 
 // out[r][v] = sum over i of w[i][v] . x[r][i].
 template <class T, int R, int NV>
-void product(const u32* w, size_t step, const u32* x, size_t ldx, size_t n, float* out, size_t ldo,
-             std::ptrdiff_t ahead = 0) {
+void product(const u32* w, size_t step, const u32* x, size_t ldx, size_t n, float* out, size_t ldo) {
     vf acc[R][NV] = {};
-    accumulate<T, R, NV>(acc, w, step, x, ldx, n, ahead);
+    accumulate<T, R, NV>(acc, w, step, x, ldx, n, 0);
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) store(out + r * ldo + v * W, acc[r][v]);
+}
+
+// Scores of the keys of two vectors of K at once: out[i][r] = sum over d of keys[i][d] . q[r][d].
+template <class T, int R>
+void score(const u32* const (&keys)[2], size_t step, const u32* q, size_t n, float* const (&out)[2], size_t ldo,
+           const std::ptrdiff_t (&ahead)[2]) {
+    vf acc[R][2] = {};
+    for (size_t d = 0; d < n; d++) {
+        const u32 *a = keys[0] + d * step, *b = keys[1] + d * step;
+        __builtin_prefetch(a + ahead[0]);
+        __builtin_prefetch(b + ahead[1]);
+        const vu part[2] = {load<vu>(a), load<vu>(b)};
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+            acc[r][0] = T::dot(acc[r][0], part[0], q[r * n + d]);
+            acc[r][1] = T::dot(acc[r][1], part[1], q[r * n + d]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+        store(out[0] + r * ldo, acc[r][0]);
+        store(out[1] + r * ldo, acc[r][1]);
+    }
 }
 
 // The V tiles of consecutive blocks and which of their keys count, both ends relative to the first block.
@@ -740,17 +762,27 @@ class Engine {
                         heads * units * 4);
         float* scores = own.scores.as<float>();
         const size_t stride = scores_stride(end - base);
-        for (int b = 0; b < blocks; b++) {
-            // Blocks lie anywhere, so the hardware cannot see the next one coming. V follows.
-            const int next = b + AHEAD;
-            const std::ptrdiff_t ahead = (next < blocks ? keys[next] : values[std::min(next - blocks, blocks - 1)]) - keys[b];
-            for (int key = 0; key < size; key += W)  // the last vector may reach past the block: overwritten
-                tiles_of(rows, [&](size_t first, int count) {
-                    float* to = scores + first * stride + b * size + key;
-                    with_rows(count, [&](auto R) {
-                        product<T, R.value, 1>(keys[b] + key, size, q + first * units, units, units, to, stride, ahead);
-                    });
+        const int each = (size + W - 1) / W;  // vectors of keys in a block
+        for (int first = 0; first < blocks * each; first += 2) {
+            const u32* vectors[2];
+            float* to[2];
+            std::ptrdiff_t ahead[2];
+            for (int i = 0; i < 2; i++) {
+                const int at = std::min(first + i, blocks * each - 1), b = at / each, key = at % each * W;
+                // Blocks lie anywhere, so the hardware cannot see the next one coming. V follows.
+                const int next = b + AHEAD;
+                const u32* tile = next < blocks ? keys[next] : values[std::min(next - blocks, blocks - 1)];
+                vectors[i] = keys[b] + key;
+                ahead[i] = tile - keys[b];
+                to[i] = scores + b * size + key;
+            }
+            // A vector may reach past its block: what the next one writes comes later.
+            tiles_of(rows, [&](size_t row, int count) {
+                float* const here[2] = {to[0] + row * stride, to[1] + row * stride};
+                with_rows(count, [&](auto R) {
+                    score<T, R.value>(vectors, size, q + row * units, units, here, stride, ahead);
                 });
+            });
         }
         float* out = own.out.as<float>();
         float* totals = out + rows * head;
