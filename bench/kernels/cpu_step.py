@@ -31,7 +31,7 @@ from wire.sampling import Sampling
 BLOCK = 16
 GREEDY = Sampling(seed=0, temperature=0)
 PROBE = 64 << 20  # bytes read by the bandwidth probe; more than the caches hold
-LEAST_S = 0.15  # of repeats in one round
+LEAST_S = 0.1  # of repeats in one round
 
 Step = Callable[[], object]
 
