@@ -198,7 +198,9 @@ def append(pool: Pool, item: Append, changes: list[Change], copies: list[Copy]) 
     need = new + copied
     if need > 0:
         lru = table.root.lru
-        if need > pool.free_blocks() and need > (available := pool.available(lru)):
+        # The first test is nearly always enough: anyone may evict from the common list.
+        at_hand = len(pool.free) + len(pool.common)
+        if need > at_hand and need > (available := pool.available(lru)):
             never = have + new > pool.most_for(lru)
             return Refusal(item.seq, Code.NEVER_FITS if never else Code.NO_BLOCKS, need, available)
         if copied:

@@ -94,6 +94,13 @@ class _Socket:
         self._kind = kind
         self._limits = limits
         self.raw = self._open()
+        self._poller = self._watching()
+
+    def _watching(self) -> zmq.Poller:
+        """Made once: a socket's own `poll` makes one for every call."""
+        poller = zmq.Poller()
+        poller.register(self.raw, zmq.POLLIN)
+        return poller
 
     def _open(self) -> zmq.Socket[bytes]:
         raw: zmq.Socket[bytes] = self._context.socket(self._kind)
@@ -122,7 +129,7 @@ class _Socket:
 
     def poll(self, timeout_ms: int) -> bool:
         """Wait until something can be received; False after `timeout_ms`."""
-        return bool(self.raw.poll(timeout_ms, zmq.POLLIN))
+        return bool(self._poller.poll(timeout_ms))
 
     def close(self) -> None:
         self.raw.close(linger=0)
@@ -189,7 +196,8 @@ class Router(_Socket):
             PeerSlow: its queue is full.
         """
         try:
-            self.raw.send_multipart((peer, payload), zmq.NOBLOCK)
+            self.raw.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            self.raw.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             raise PeerSlow from None
         except zmq.ZMQError as error:
@@ -211,6 +219,7 @@ class Dealer(_Socket):
         one, from a message larger than the limit."""
         self.raw.close(linger=0)
         self.raw = self._open()
+        self._poller = self._watching()
         self.raw.connect(self._endpoint)
 
     def receive(self, most: int = 1024) -> Iterator[bytes]:
