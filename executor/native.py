@@ -134,6 +134,8 @@ class NativeRunner:
         self.kv = NativeKV(num_blocks, num_blocks * self.block_bytes + native.SLACK)
         weights = _Weights(self._library, wide=dtype == torch.float32, keep=keep)
         model = _model(loaded, weights, block_size, num_blocks)
+        if not keep:
+            native.give_back()
         model.threads = threads or torch.get_num_threads()
         model.kv = self.kv.memory.ctypes.data
         self._engine = native.Engine(self._library, model, (self.kv.memory, weights.owned))
@@ -304,6 +306,7 @@ class _Weights:
 
     def __init__(self, library: native.Library, *, wide: bool, keep: bool) -> None:
         self._library = library
+        self._arena = native.Arena()
         self._wide = wide
         self._keep = keep
         self.owned: list[object] = []  # what the addresses given out point into
@@ -321,7 +324,9 @@ class _Weights:
     def matrix(self, weight: Tensor, *, pairs: bool = False) -> int:
         """Address of a packed copy of [outputs, inputs]."""
         own = weight.contiguous()
-        packed = self._library.pack(own.data_ptr(), *own.shape, wide=self._wide, pairs=pairs)
+        packed = self._library.pack(
+            self._arena, own.data_ptr(), *own.shape, wide=self._wide, pairs=pairs
+        )
         self.owned.append(packed)
         return packed.ctypes.data
 

@@ -22,6 +22,7 @@ MOST_HEAD = 256  # dimensions of a head
 SLACK = 64  # bytes behind the KV memory: a vector of keys may reach past the last block
 _HUGE = 2 << 20  # bytes of a huge page
 _LINE = 64  # bytes of a cache line
+_CHUNK = 32 << 20  # bytes an arena takes from the system at once
 
 Bytes = NDArray[np.uint8]
 
@@ -102,6 +103,20 @@ def huge(nbytes: int) -> Bytes:
     return whole[skipped : skipped + nbytes]
 
 
+class Arena:
+    """Memory for many weights in few huge pages."""
+
+    def __init__(self) -> None:
+        self._free = np.empty(0, np.uint8)
+
+    def take(self, nbytes: int) -> Bytes:
+        """Zeroed, and beginning on a cache line; what is left of a chunk that is too small is given up."""
+        if nbytes > len(self._free):
+            self._free = huge(max(nbytes, _CHUNK))
+        taken, self._free = self._free[:nbytes], self._free[-(-nbytes // _LINE) * _LINE :]
+        return taken
+
+
 class Library:
     """A build of step.cpp, loaded."""
 
@@ -131,17 +146,25 @@ class Library:
         self.panel = 4 * self.lanes
 
     def pack(
-        self, weight: int, columns: int, inner: int, *, wide: bool, pairs: bool = False
+        self,
+        arena: Arena,
+        weight: int,
+        columns: int,
+        inner: int,
+        *,
+        wide: bool,
+        pairs: bool = False,
     ) -> Bytes:
         """A packed copy of a weight.
 
         Args:
+            arena: where the copy goes.
             weight: address of [columns, inner] of float32 (wide) or bfloat16, contiguous.
             pairs: the first half of the columns are gates, the second half their partners.
         """
         half = -(-(columns // 2) // self.lanes) * self.lanes
         padded = 2 * half if pairs else columns
-        out = huge(4 * int(self._loaded.pk_packed(padded, inner, wide)))
+        out = arena.take(4 * int(self._loaded.pk_packed(padded, inner, wide)))
         self._loaded.pk_pack(out.ctypes.data, weight, columns, inner, wide, pairs)
         return out
 
@@ -173,6 +196,13 @@ class Engine:
         """
         if self._step(self._engine, byref(step)):
             raise MemoryError(f"no memory for a native step of {step.tokens} tokens")
+
+
+def give_back() -> None:
+    """Return freed memory to the system, where the C library keeps it for itself otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def load(variant: Variant | None = None) -> Library:
