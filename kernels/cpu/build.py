@@ -1,8 +1,10 @@
 """Builds the native step with the system's compiler, once per source, flags and compiler.
 
-    python -m kernels.cpu.build
+    python -m kernels.cpu.build           what this CPU needs, into the cache; prints where it is
+    python -m kernels.cpu.build FOLDER    every variant for this kind of CPU, into FOLDER
 
-builds what this CPU needs and prints where it is; images run it so that the first start does not wait.
+The second is for images, which have no compiler when they run and may run on any CPU: PAGEKEEPER_KERNELS
+names that folder to them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kernels.cpu.features import Variant, usable
+from kernels.cpu.features import VARIANTS, Variant, usable
 
 SOURCE = Path(__file__).with_name("step.cpp")
 COMPILERS = ("g++", "clang++", "c++")
@@ -78,18 +80,47 @@ def best_variant() -> Variant:
 
 
 def library(variant: Variant) -> Path:
-    """The shared library of `variant`, built now if it is not in the cache.
+    """The shared library of `variant`: shipped, or from the cache, or built now.
 
     Several processes may build at once: each writes a file of its own and renames it.
 
     Raises:
         Unavailable: there is no compiler, it failed, or the cache cannot be written.
     """
+    if (shipped := os.environ.get("PAGEKEEPER_KERNELS")) and _shipped(shipped, variant).is_file():
+        return _shipped(shipped, variant)
     command = [*compiler(), *FLAGS, *variant.flags]
     folder = cache_folder()
     target = folder / f"step-{variant.name}-{_digest(command)}.so"
-    if target.is_file():
-        return target
+    if not target.is_file():
+        _build(command, target)
+    return target
+
+
+def ship(folder: Path) -> list[Path]:
+    """Build every variant for this kind of CPU into `folder`, for machines without a compiler.
+
+    Raises:
+        Unavailable: as `library`.
+    """
+    built = []
+    for variant in VARIANTS:
+        if os.uname().machine in variant.machine:
+            target = _shipped(str(folder), variant)
+            _build([*compiler(), *FLAGS, *variant.flags], target)
+            built.append(target)
+    return built
+
+
+def _shipped(folder: str, variant: Variant) -> Path:
+    """Named by source and flags only: whoever runs it has no compiler to ask."""
+    hasher = hashlib.sha256(SOURCE.read_bytes())
+    hasher.update("\0".join([*FLAGS, *variant.flags]).encode())
+    return Path(folder) / f"step-{variant.name}-{hasher.hexdigest()[:20]}.so"
+
+
+def _build(command: list[str], target: Path) -> None:
+    folder = target.parent
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
@@ -105,7 +136,6 @@ def library(variant: Variant) -> Path:
         built.replace(target)
     finally:
         built.unlink(missing_ok=True)
-    return target
 
 
 def _compile(command: list[str]) -> None:
@@ -148,7 +178,8 @@ def _version(program: str) -> str:
 def main() -> int:
     """Exit status 1 when nothing could be built."""
     try:
-        print(library(best_variant()))
+        for path in ship(Path(sys.argv[1])) if sys.argv[1:] else [library(best_variant())]:
+            print(path)
     except Unavailable as error:
         print(error, file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import stat
 from pathlib import Path
 
@@ -131,3 +132,20 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PAGEKEEPER_CACHE", "/b")
     assert build.cache_folder() == Path("/b/kernels")
     assert os.environ["PAGEKEEPER_CACHE"] == "/b"
+
+
+def test_what_is_shipped_is_used_where_there_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = build.ship(tmp_path / "kernels")
+    mine = [variant for variant in VARIANTS if platform.machine() in variant.machine]
+    assert len(shipped) == len(mine) > 0
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PAGEKEEPER_CACHE", str(tmp_path / "none"))
+    monkeypatch.setenv("PAGEKEEPER_KERNELS", str(tmp_path / "kernels"))
+    assert [library(variant) for variant in mine] == shipped
+    # Shipped with another release: not taken for this one's.
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g0"))
+    with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
+        library(mine[0])
