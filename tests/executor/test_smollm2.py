@@ -14,7 +14,9 @@ import torch
 from tokenizers import Tokenizer
 
 from executor.load import DEFAULT_MODEL, LoadedModel, find, load_model
+from executor.native import NativeRunner, why_not
 from executor.plan import Row
+from executor.runner import Runner
 from executor.weights import BadModel
 from tests.executor.oracle import (
     Blocks,
@@ -90,17 +92,32 @@ def prompts(loaded: LoadedModel) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-@pytest.mark.timeout(1800 if FULL else 300)
-def test_greedy_tokens_equal_transformers_generate(loaded: LoadedModel, oracle: Any) -> None:
+@pytest.fixture(scope="module")
+def wanted(loaded: LoadedModel, oracle: Any) -> list[list[int]]:
+    """What transformers' generate says to each prompt, or to the first ones."""
     chosen = prompts(loaded) if FULL else prompts(loaded)[:4]
-    count = 64 if FULL else 16
-    rng = random.Random(0)
-    runner = poisoned_runner(loaded, num_blocks=600, block_size=16)
-    ours = greedy(runner, chosen, count, Blocks(600, 16, rng), chunk=24)
+    return [reference_greedy(oracle, prompt, 64 if FULL else 16) for prompt in chosen]
+
+
+@pytest.mark.timeout(1800 if FULL else 300)
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_greedy_tokens_equal_transformers_generate(
+    loaded: LoadedModel, wanted: list[list[int]], kernels: str
+) -> None:
+    runner: Runner | NativeRunner = poisoned_runner(loaded, num_blocks=600, block_size=16)
+    if kernels == "native":
+        if reason := why_not(loaded, torch.float32):
+            pytest.skip(reason)
+        runner = NativeRunner(
+            loaded, num_blocks=600, block_size=16, device="cpu", dtype=torch.float32, keep=True
+        )
+        runner.kv.memory.fill(0xFF)  # NaN
+    chosen = prompts(loaded)[: len(wanted)]
+    ours = greedy(runner, chosen, len(wanted[0]), Blocks(600, 16, random.Random(0)), chunk=24)
     differ = {
-        PROMPTS[i]: (tokens, wanted)
-        for i, (prompt, tokens) in enumerate(zip(chosen, ours, strict=True))
-        if tokens != (wanted := reference_greedy(oracle, prompt, count))
+        PROMPTS[i]: pair
+        for i, pair in enumerate(zip(ours, wanted, strict=True))
+        if pair[0] != pair[1]
     }
     assert differ == {}
 
