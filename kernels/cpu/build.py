@@ -87,8 +87,10 @@ def library(variant: Variant) -> Path:
     Raises:
         Unavailable: there is no compiler, it failed, or the cache cannot be written.
     """
-    if (shipped := os.environ.get("PAGEKEEPER_KERNELS")) and _shipped(shipped, variant).is_file():
-        return _shipped(shipped, variant)
+    if folder_given := os.environ.get("PAGEKEEPER_KERNELS"):
+        shipped = _shipped(folder_given, variant)
+        if os.access(shipped, os.R_OK):
+            return shipped
     command = [*compiler(), *FLAGS, *variant.flags]
     folder = cache_folder()
     target = folder / f"step-{variant.name}-{_digest(command)}.so"
@@ -104,6 +106,7 @@ def ship(folder: Path) -> list[Path]:
         Unavailable: as `library`.
     """
     built = []
+    folder.mkdir(parents=True, exist_ok=True, mode=0o755)  # whoever runs the image reads it
     for variant in VARIANTS:
         if os.uname().machine in variant.machine:
             target = _shipped(str(folder), variant)

@@ -140,6 +140,8 @@ def test_what_is_shipped_is_used_where_there_is_no_compiler(
     shipped = build.ship(tmp_path / "kernels")
     mine = [variant for variant in VARIANTS if platform.machine() in variant.machine]
     assert len(shipped) == len(mine) > 0
+    assert {stat.S_IMODE(path.stat().st_mode) for path in shipped} == {0o755}
+    assert stat.S_IMODE((tmp_path / "kernels").stat().st_mode) & 0o055 == 0o055
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PAGEKEEPER_CACHE", str(tmp_path / "none"))
