@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -188,7 +189,7 @@ class RemoteMemory:
         now = self._clock()
         if now - self._asked_at < RENEW_LEASES * self.lease:
             return
-        if replies := self._replies():
+        if replies := list(self._replies()):
             self._early += replies
             self._renewed = self._asked_at
         self._asked_at = now
@@ -210,9 +211,8 @@ class RemoteMemory:
         # What was asked while memd was away has not been sent at all.
         resend_at = started + (patience if self._sent else 0.0)
         while True:
-            replies = self._early + self._replies()
-            self._early.clear()
-            for reply in replies:
+            early, self._early = self._early, []
+            for reply in chain(early, self._replies()):
                 if (granted := self._judge(reply)) is not None:
                     self._renewed = self._asked_at
                     if told:
@@ -277,14 +277,13 @@ class RemoteMemory:
             if not self._dealer.poll(WAIT_MS):
                 idle()
 
-    def _replies(self) -> list[Reply]:
-        replies = []
+    def _replies(self) -> Iterator[Reply]:
+        """Lazily: to look for one more after the awaited one costs as much as the rest, for nothing."""
         for payload in self._dealer.receive():
             try:
-                replies.append(self._codec.decode_reply(payload))
+                yield self._codec.decode_reply(payload)
             except (msgspec.DecodeError, RecursionError) as error:
                 log.error("dropped a malformed message from memd: %s", error)
-        return replies
 
     def _send(self, payload: bytes) -> bool:
         try:
