@@ -131,6 +131,10 @@ class _Socket:
         """Wait until something can be received; False after `timeout_ms`."""
         return bool(self._poller.poll(timeout_ms))
 
+    def _more(self) -> bool:
+        """Whether a message waits. Trying to take one costs three times as much where none does."""
+        return bool(int(self.raw.get(zmq.EVENTS)) & zmq.POLLIN)
+
     def close(self) -> None:
         self.raw.close(linger=0)
         self._context.term()
@@ -187,6 +191,8 @@ class Router(_Socket):
                 return
             if len(parts) == 2:
                 yield parts[0], parts[1]
+            if not self._more():
+                return
 
     def send(self, peer: bytes, payload: bytes) -> None:
         """Queue one message for a peer.
@@ -231,6 +237,8 @@ class Dealer(_Socket):
                 return
             if len(parts) == 1:
                 yield parts[0]
+            if not self._more():
+                return
 
     def send(self, payload: bytes) -> None:
         """Queue one message.

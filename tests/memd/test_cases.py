@@ -1,4 +1,4 @@
-"""Cases drawn from public bug reports of other servers, played on the core (CASES 5 and 14 to 17)."""
+"""Cases drawn from public bug reports of other servers, played on the core (CASES 5, 14 to 17, 22 and 23)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from itertools import permutations
 
 import pytest
 
-from tests.memd.driver import Driver, memory, pack
+from tests.memd.driver import OTHER, Driver, memory, pack
 from tests.memd.naive import Naive
-from wire.errors import Code
+from wire.errors import Code, Refused
 from wire.memory import Admit, Append, Change, Commit, Copy, Fork
 
 
@@ -122,3 +122,35 @@ def test_an_aborted_prompt_leaves_only_what_was_committed() -> None:
             one.free(1000 + seq)
     assert one.pool.counts().used == 0
     assert one.pool.counts().free == 39
+
+
+def test_an_executor_that_dies_after_its_lookup_holds_no_block_beyond_its_lease() -> None:
+    """CASES 22; vllm#44100. Here a hit is a reference from the same step on, so it ends with the lease."""
+    one = Driver()
+    one.cached(range(8), 1)
+    assert (
+        one.admit(2, range(9)).admitted[0].computed == 8
+    )  # hit, and then nothing is heard of it again
+    assert one.pool.counts().used == 3
+    assert not one.memory.tick(one.now + 2.9)
+    (ended,) = one.memory.tick(one.now + 3.1)
+    assert (ended.reason, ended.sequences, ended.used) == ("lease", 1, 3)
+    assert not one.memory.pools
+    two = Driver(under=one.memory, instance=OTHER)
+    two.now = one.now + 4
+    two.register()
+    assert two.pool.counts().used == 0
+
+
+def test_a_cache_in_use_is_not_reset_and_an_idle_one_is_cold_afterwards() -> None:
+    """CASES 23; vllm#28827."""
+    one = Driver()
+    one.cached(range(8), 1)
+    one.admit(2, range(9))
+    before = one.memory.digest()
+    with pytest.raises(Refused, match="1 live sequences"):
+        one.memory.reset_cache("p")
+    assert one.memory.digest() == before
+    one.free(2)
+    assert one.memory.reset_cache("p") == 2
+    assert one.admit(3, range(9)).admitted[0].computed == 0
