@@ -7,7 +7,6 @@ that later starts need neither the time nor the import.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from executor.gguf_reader import GgufReader
 from executor.models.config import ModelConfig
 from executor.models.registry import UnknownModel
 from executor.weights import BadModel, Named
+from wire.settings import cache_dir
 
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -169,14 +169,6 @@ def _unpermuted(name: str, weight: torch.Tensor, config: ModelConfig) -> torch.T
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def cache_folder() -> Path:
-    """Where converted files are kept: PAGEKEEPER_CACHE, or pagekeeper in the user's cache folder."""
-    if given := os.environ.get("PAGEKEEPER_CACHE"):
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pagekeeper"
-
-
 def tokenizer_folder(path: Path, digest: str) -> Path:
     """A folder with the file's tokenizer.json and tokenizer_config.json, made at the first call.
 
@@ -186,7 +178,7 @@ def tokenizer_folder(path: Path, digest: str) -> Path:
     Raises:
         BadModel: transformers could not rebuild the tokenizer.
     """
-    target = cache_folder() / "tokenizers" / digest
+    target = cache_dir() / "tokenizers" / digest
     if (target / "tokenizer.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

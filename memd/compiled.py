@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 import memd
+from wire.settings import cache_dir
 
 MODULES = ("prefix", "pool", "tables", "steps", "leases", "journal", "core")
 TIMEOUT_S = 300
@@ -35,12 +36,7 @@ def folder() -> Path:
     hasher = hashlib.sha256((sys.version + str(sysconfig.get_config_var("EXT_SUFFIX"))).encode())
     for path in sorted([*ROOT.glob("memd/*.py"), *ROOT.glob("wire/*.py")]):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes())
-    if given := os.environ.get("PAGEKEEPER_CACHE"):
-        cache = Path(given)
-    else:
-        base = os.environ.get("XDG_CACHE_HOME")
-        cache = (Path(base) if base else Path.home() / ".cache") / "pagekeeper"
-    return cache / "memd" / hasher.hexdigest()[:20]
+    return cache_dir() / "memd" / hasher.hexdigest()[:20]
 
 
 def prefer() -> bool:

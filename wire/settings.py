@@ -236,6 +236,14 @@ def _show_json(value: Any) -> Any:
     return list(map(_show_json, value)) if isinstance(value, tuple) else value
 
 
+def cache_dir() -> Path:
+    """Where what can be made again is kept: PAGEKEEPER_CACHE, or `pagekeeper` in the user's cache folder."""
+    if given := os.environ.get("PAGEKEEPER_CACHE"):
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pagekeeper"
+
+
 def default_run_dir() -> Path:
     """Where the sockets of this user's processes are: a directory only they can enter."""
     base = os.environ.get("XDG_RUNTIME_DIR")
