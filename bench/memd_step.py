@@ -28,10 +28,6 @@ from pathlib import Path
 import zmq
 
 from memd import compiled
-
-CORE = "compiled" if compiled.prefer() else "plain"  # as `python -m memd` does
-
-from memd.core import Memory
 from wire.memory import (
     Admit,
     Append,
@@ -185,6 +181,8 @@ def daemon() -> Iterator[Ask]:
 
 def local(blocks: int) -> Ask:
     """The same core in this process."""
+    from memd.core import Memory  # not before `main` had the chance to prefer the compiled one
+
     memory = Memory(boot_id="0" * 32, epoch=1, key=b"k" * 32, lease_ms=600_000)
     return lambda request: memory.handle(time.monotonic(), request)
 
@@ -265,6 +263,9 @@ def main() -> int:
     given = parser.parse_args()
     sequences = [int(text) for text in given.sequences.split(",")]
     pools = [int(text) for text in given.pools.split(",")]
+    print(
+        f"core: {'compiled' if compiled.prefer() else 'plain Python'}"
+    )  # as `python -m memd` chooses
     rows = run(sequences, pools, given.rounds)
     names = list(rows[0])
     print("  ".join(f"{name:>11}" for name in names))
