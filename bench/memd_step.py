@@ -6,13 +6,18 @@ ids) and as many begin one (an append). Before that each pool is filled with cac
 append evicts.
 The pool sizes take turns, round by round, so that a noisy machine is noisy to all of them.
 
-    python -m bench.memd_step [--sequences 1,64,256,1024] [--pools 10000,1000000] [--csv FILE]
+Daemon and client share one CPU unless `--cpu -1` says otherwise: waking an idle virtual CPU costs some 30 us,
+a round trip through libzmq's threads wakes six, and what would then be measured is the virtual machine. A
+device that computes keeps CPUs awake. The row of one sequence is nearly all transport.
+
+    python -m bench.memd_step [--sequences 1,64,256,1024] [--pools 10000,1000000] [--cpu N] [--csv FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import os
 import statistics
 import struct
 import subprocess
@@ -260,12 +265,14 @@ def main() -> int:
     parser.add_argument("--pools", default="10000,1000000", help="blocks, the null block included")
     parser.add_argument("--rounds", type=int, default=16, help=f"of {STEPS} steps each")
     parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument("--cpu", type=int, default=0, help="CPU for all processes; -1: any")
     given = parser.parse_args()
+    if given.cpu >= 0:
+        os.sched_setaffinity(0, {given.cpu})  # threads and the daemon inherit it
     sequences = [int(text) for text in given.sequences.split(",")]
     pools = [int(text) for text in given.pools.split(",")]
-    print(
-        f"core: {'compiled' if compiled.prefer() else 'plain Python'}"
-    )  # as `python -m memd` chooses
+    core = "compiled" if compiled.prefer() else "plain Python"  # as `python -m memd` chooses
+    print(f"core: {core}, CPU: {given.cpu if given.cpu >= 0 else 'any'}")
     rows = run(sequences, pools, given.rounds)
     names = list(rows[0])
     print("  ".join(f"{name:>11}" for name in names))
