@@ -146,11 +146,14 @@ def test_clients_that_leave_at_any_moment_leave_no_block_behind(stack: Stack) ->
     """CASES 11: queued, in prefill, in decode; streamed and not."""
     chance = random.Random(11)
 
+    left = 0
+
     async def leave(session: aiohttp.ClientSession, stay: float, stream: bool) -> None:
+        nonlocal left
         body = {
             "model": "tiny",
             "prompt": [chance.randrange(40, 250) for _ in range(chance.randrange(1, 900))],
-            "max_tokens": 900,
+            "max_tokens": 3000,
             "stream": stream,
             "ignore_eos": True,
             "n": chance.choice((1, 1, 3)),
@@ -161,8 +164,10 @@ def test_clients_that_leave_at_any_moment_leave_no_block_behind(stack: Stack) ->
                 async for _ in answer.content:
                     pass
 
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(request(), stay)
+        try:
+            await asyncio.wait_for(request(), stay)  # on a fast machine some are done by then
+        except TimeoutError:
+            left += 1
 
     async def run() -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -180,6 +185,7 @@ def test_clients_that_leave_at_any_moment_leave_no_block_behind(stack: Stack) ->
                 )
 
     asyncio.run(run())
+    assert left > 150
     stack.audit()
 
 
