@@ -1,0 +1,130 @@
+"""What a run's figures look like: a table, JSON, a CSV of requests, plots."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.load.records import Record, Spread, Summary
+
+SPREADS = ("ttft", "tpot", "itl", "normalised", "latency")
+_NAMES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between tokens",
+    "normalised": "normalised latency",
+    "latency": "latency",
+}
+
+
+def table(summary: Summary) -> str:
+    """A run's figures for people."""
+    lines = [
+        f"{summary.completed} of {summary.requests} requests in {summary.seconds:.1f} s: "
+        f"{summary.requests_per_s:.2f} requests/s, good {summary.goodput_per_s:.2f}/s, "
+        f"{summary.output_tokens_per_s:.1f} output tokens/s, {summary.total_tokens_per_s:.1f} tokens/s",
+        f"tokens: {summary.prompt_tokens} in ({summary.cached_tokens} of them cached), "
+        f"{summary.output_tokens} out",
+        f"{'ms':<24}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
+    ]
+    for name in SPREADS:
+        spread: Spread = getattr(summary, name)
+        values = (spread.mean, spread.p50, spread.p90, spread.p99)
+        lines.append(f"{_NAMES[name]:<24}" + "".join(f"{value:>10.2f}" for value in values))
+    if summary.short:
+        lines.append(
+            f"{summary.short} answers were shorter than asked for: does the server know ignore_eos? "
+            "(--min-tokens)"
+        )
+    for kind, count in summary.errors.items():
+        lines.append(f"failed: {count} x {kind}: {summary.examples[kind]}")
+    return "\n".join(lines)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write figures; what is not a number becomes null."""
+    path.write_text(json.dumps(_clean(content), indent=1) + "\n")
+
+
+def as_dict(summary: Summary) -> dict[str, Any]:
+    """A summary's figures by name."""
+    return asdict(summary)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return value
+
+
+def write_csv(path: Path, records: Sequence[Record]) -> None:
+    """One row for each request; instants in seconds after the first, durations in milliseconds."""
+    began = min((record.sent for record in records), default=0.0)
+    with path.open("w", newline="") as file:
+        write = csv.writer(file)
+        write.writerow(
+            ["sent_s", "label", "prompt_tokens", "cached_tokens", "output_tokens", "wanted",
+             "ttft_ms", "tpot_ms", "latency_ms", "normalised_ms", "error", "message"]
+        )  # fmt: skip
+        for record in sorted(records, key=lambda record: record.sent):
+            times = (record.ttft, record.tpot, record.latency, record.normalised)
+            write.writerow(
+                [f"{record.sent - began:.4f}", record.label, record.prompt_tokens,
+                 record.cached_tokens, record.output_tokens, record.wanted,
+                 *(f"{value * 1e3:.3f}" for value in times), "", ""]
+                if record.ok
+                else [f"{record.sent - began:.4f}", record.label, "", "", "", record.wanted,
+                      "", "", "", "", record.error, record.message]
+            )  # fmt: skip
+
+
+def plot(path: Path, runs: dict[str, Sequence[Record]]) -> None:
+    """Draw each run: distributions of TTFT and of the time between tokens, tokens per second over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (ttft, itl, rate) = pyplot.subplots(1, 3, figsize=(15, 4.5))
+    for name, records in runs.items():
+        good = [record for record in records if record.ok]
+        _cdf(ttft, name, [record.ttft * 1e3 for record in good])
+        _cdf(itl, name, [gap * 1e3 for record in good for gap in record.gaps()])
+        began = min((record.sent for record in good), default=0.0)
+        rate.plot(*_per_second(good, began), label=name)
+    for axes, title, x, y in (
+        (ttft, "Time to first token", "ms", "share of requests"),
+        (itl, "Between tokens", "ms", "share of gaps"),
+        (rate, "Output tokens per second", "seconds", "tokens/s"),
+    ):
+        axes.set(title=title, xlabel=x, ylabel=y)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _cdf(axes: Any, name: str, values: list[float]) -> None:
+    values.sort()
+    axes.plot(values, [(place + 1) / len(values) for place in range(len(values))], label=name)
+
+
+def _per_second(records: Sequence[Record], began: float) -> tuple[list[int], list[float]]:
+    """Tokens that came in each second of a run, an event counting for its share of its answer."""
+    last = max((record.arrivals[-1] for record in records), default=began)
+    counts = [0.0] * (int(last - began) + 1)
+    for record in records:
+        share = record.output_tokens / len(record.arrivals)
+        for arrival in record.arrivals:
+            counts[int(arrival - began)] += share
+    return list(range(len(counts))), counts
