@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.models.config import ModelConfig
-from kernels.reference import copy_blocks
+from kernels.dispatch import CopyBlocks, copy_blocks_torch
 from wire.memory import Copy
 
 
@@ -44,7 +44,7 @@ class KVCache:
     initialised: whoever reads must know which slots are written.
     """
 
-    __slots__ = ("keys", "num_blocks", "values")
+    __slots__ = ("_copy_blocks", "keys", "num_blocks", "values")
 
     def __init__(
         self,
@@ -54,22 +54,27 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        copy_blocks: CopyBlocks = copy_blocks_torch,
     ) -> None:
         """Allocate.
+
+        Args:
+            copy_blocks: what makes the copies.
 
         Raises:
             MemoryError: the device has not that much.
         """
         shape = (config.layers, num_blocks, block_size, config.kv_heads, config.head_dim)
         self.num_blocks = num_blocks
+        self._copy_blocks = copy_blocks
         try:
             self.keys: Tensor = torch.empty(shape, dtype=dtype, device=device)
             self.values: Tensor = torch.empty(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             size = num_blocks * block_bytes(config, block_size, dtype)
             raise MemoryError(
-                f"{num_blocks} KV blocks take {size} bytes, which {device} does not have; "
-                "ask for fewer blocks or less memory"
+                f"{num_blocks} KV blocks take {size} bytes, which {device} does not have"
+                f"{_free(device)}; ask for fewer blocks or less memory"
             ) from error
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -83,5 +88,12 @@ class KVCache:
         ids = torch.from_numpy(copy_ids(copies, self.num_blocks))
         sources, targets = ids[:, 0], ids[:, 1]
         sources, targets = sources.to(self.keys.device), targets.to(self.keys.device)
-        copy_blocks(self.keys, sources, targets)
-        copy_blocks(self.values, sources, targets)
+        self._copy_blocks(self.keys, self.values, sources, targets)
+
+
+def _free(device: torch.device) -> str:
+    """What a GPU has left, for a message."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return f": {free} of its {total} bytes are free"

@@ -13,6 +13,7 @@ from executor.load import LoadedModel
 from executor.models.decoder import Batch
 from executor.plan import Draw, Drawn, Plan, Row
 from executor.sampler import sample
+from kernels.dispatch import TorchAttention
 from kernels.reference import Layout
 from wire.memory import NULL_BLOCK
 
@@ -129,6 +130,5 @@ class Runner:
         return Batch(
             ids=torch.from_numpy(ids).to(self._device),
             positions=torch.from_numpy(positions).to(self._device),
-            slots=torch.from_numpy(slots).to(self._device),
-            layout=layout,
+            attention=TorchAttention(layout, torch.from_numpy(slots).to(self._device)),
         )

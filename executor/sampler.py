@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,8 @@ Ids = NDArray[np.int64]
 # Distances below the greatest logit, tried in turn until the candidates within are enough.
 _CUTS = (-1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0, -16.0, -32.0)
 _SLACK = 1 - 1e-9  # sums of the same numbers in another order differ by less
-_LEAST = 1e-6  # smaller temperatures and repetition penalties act like this one
-_MOST = np.finfo(np.float32).max
+LEAST = 1e-6  # smaller temperatures and repetition penalties act like this one
+MOST = np.finfo(np.float32).max
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -78,31 +79,59 @@ def _draw(raw: Row, draw: Draw, likeliest: int) -> Drawn:
     return _with_logprobs(raw, draw.seq, token, sampling.logprobs)
 
 
+@dataclass(slots=True, frozen=True)
+class Edits:
+    """What a draw asks to be changed in its logits, in this order. Ids are in the vocabulary, in each array at
+    most once except those of `biased`."""
+
+    biased: Ids
+    bias: Row  # added to them
+    forbidden: Ids  # never drawn
+    repeated: Ids  # brought nearer to -inf by this factor
+    penalty: np.float32
+    written: Ids
+    drops: Row  # taken from them
+
+    @classmethod
+    def of(cls, draw: Draw, vocab: int) -> Edits | None:
+        """None if nothing is asked for.
+
+        Raises:
+            ValueError: a token id is outside the vocabulary.
+        """
+        sampling = draw.sampling
+        penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        repeated = sampling.repetition_penalty != 1
+        if not (sampling.logit_bias or draw.forbidden or penalised or repeated):
+            return None
+        written, counts = np.unique(
+            _checked(draw.output if penalised else (), vocab), return_counts=True
+        )
+        drops = sampling.presence_penalty + sampling.frequency_penalty * counts
+        seen = [_checked(draw.prompt, vocab), _checked(draw.output, vocab)] if repeated else []
+        return cls(
+            _checked([bias.token for bias in sampling.logit_bias], vocab),
+            np.array([bias.value for bias in sampling.logit_bias], np.float32),
+            _checked(draw.forbidden, vocab),
+            np.unique(np.concatenate(seen)) if seen else np.empty(0, np.int64),
+            np.float32(max(sampling.repetition_penalty, LEAST)),
+            written,
+            drops.astype(np.float32),
+        )
+
+
 def _adjusted(raw: Row, draw: Draw) -> Row:
     """Bias, forbidden tokens and penalties; `raw` itself when there are none."""
-    sampling = draw.sampling
-    penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    repeated = sampling.repetition_penalty != 1
-    if not (sampling.logit_bias or draw.forbidden or penalised or repeated):
+    edits = Edits.of(draw, len(raw))
+    if edits is None:
         return raw
     row = raw.copy()
-    vocab = len(row)
-    for bias in sampling.logit_bias:
-        row[_checked([bias.token], vocab)] += bias.value
-    if draw.forbidden:
-        row[_checked(draw.forbidden, vocab)] = -np.inf
-    if repeated:
-        seen = np.unique(
-            np.concatenate((_checked(draw.prompt, vocab), _checked(draw.output, vocab)))
-        )
-        penalty = np.float32(max(sampling.repetition_penalty, _LEAST))
-        scaled = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
-        row[seen] = np.minimum(scaled, _MOST)
-    if penalised:
-        written, counts = np.unique(_checked(draw.output, vocab), return_counts=True)
-        row[written] -= (sampling.presence_penalty + sampling.frequency_penalty * counts).astype(
-            np.float32
-        )
+    np.add.at(row, edits.biased, edits.bias)
+    row[edits.forbidden] = -np.inf
+    near = row[edits.repeated]
+    scaled = np.where(near > 0, near / edits.penalty, near * edits.penalty)
+    row[edits.repeated] = np.minimum(scaled, MOST)
+    row[edits.written] -= edits.drops
     return row
 
 
@@ -124,7 +153,7 @@ def _pick(row: Row, sampling: Sampling, point: float) -> int:
     peak = row.max()
     if peak == -np.inf:
         return -1
-    scaled = (row - peak) / np.float32(max(sampling.temperature, _LEAST))
+    scaled = (row - peak) / np.float32(max(sampling.temperature, LEAST))
     weights = np.exp(scaled)
     ids = (
         _best(scaled, sampling.top_k)

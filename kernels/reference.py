@@ -22,6 +22,16 @@ _NEVER = float("-inf")
 _MOST_SLOTS = 1 << 17
 
 
+def rotate(
+    heads: Tensor,  # [tokens, heads, head_dim], changed in place
+    cos: Tensor,  # [tokens, 1, head_dim]
+    sin: Tensor,  # [tokens, 1, head_dim], its first half negated
+) -> None:
+    """Turn each pair (i, i + head_dim / 2) by its token's angle."""
+    swapped = torch.roll(heads, heads.shape[-1] // 2, dims=-1)
+    heads.mul_(cos).addcmul_(swapped, sin)
+
+
 def write_kv(
     key_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     value_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from executor.models.config import ModelConfig
-from executor.models.rope import rotate
-from kernels.reference import Layout, paged_attention, write_kv
+from kernels.dispatch import Attention
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,8 +22,7 @@ class Batch:
 
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64, in their sequences
-    slots: Tensor  # [tokens] int64, where each token's K and V go
-    layout: Layout
+    attention: Attention
 
 
 @dataclass(slots=True)
@@ -137,11 +135,11 @@ class Decoder:
         Returns:
             [tokens, hidden]: the residual stream after the last layer, before the last norm.
         """
-        cos, sin = self._angles(batch.positions)
+        batch.attention.begin(*self._angles(batch.positions))
         x = F.embedding(batch.ids, self.embedding)
         for index, layer in enumerate(self.layers):
             normed = self._normed(x, layer.input_norm)
-            x = x + self._attention(layer, normed, batch, keys[index], values[index], cos, sin)
+            x = x + self._attention(layer, normed, batch.attention, keys[index], values[index])
             gate, up = layer.gate_up(self._normed(x, layer.post_norm)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
         return x
@@ -154,11 +152,9 @@ class Decoder:
         self,
         layer: Layer,
         x: Tensor,  # [tokens, hidden]
-        batch: Batch,
+        attention: Attention,
         keys: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
         values: Tensor,
-        cos: Tensor,  # [tokens, 1, head_dim]
-        sin: Tensor,
     ) -> Tensor:  # [tokens, hidden]
         c = self.config
         heads = layer.qkv(x).view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
@@ -167,12 +163,14 @@ class Decoder:
             query, key = torch.split(turning, [c.heads, c.kv_heads], dim=1)
             query, key = self._normed(query, layer.query_norm), self._normed(key, layer.key_norm)
             turning = torch.cat((query, key), dim=1)
-        if layer.rotated:
-            rotate(turning, cos, sin)
-        query, key = torch.split(turning, [c.heads, c.kv_heads], dim=1)
-        write_kv(keys, values, key, value, batch.slots)
-        attended = paged_attention(
-            query, keys, values, batch.layout, layer.window, c.head_dim**-0.5
+        attended = attention.attend(
+            turning,
+            value,
+            keys,
+            values,
+            rotated=layer.rotated,
+            window=layer.window,
+            scale=c.head_dim**-0.5,
         )
         return layer.output(attended.reshape(len(x), -1))
 
@@ -181,9 +179,7 @@ class Decoder:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_epsilon)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for `rotate`: each [tokens, 1, head_dim]."""
+        """cos and sin of each token's angles: each [tokens, head_dim / 2] float32."""
         angles = positions[:, None].float() * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
         factor = self.config.rope.attention_factor
-        both = torch.cat((cos, cos), dim=-1) * factor, torch.cat((-sin, sin), dim=-1) * factor
-        return both[0].to(self.dtype)[:, None], both[1].to(self.dtype)[:, None]
+        return angles.cos() * factor, angles.sin() * factor

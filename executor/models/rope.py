@@ -134,13 +134,3 @@ def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
     if mscale and mscale_all:
         return scale(float(mscale)) / scale(float(mscale_all))
     return scale(1.0)
-
-
-def rotate(
-    heads: Tensor,  # [tokens, heads, head_dim], changed in place
-    cos: Tensor,  # [tokens, 1, head_dim]
-    sin: Tensor,  # [tokens, 1, head_dim], its first half negated
-) -> None:
-    """Turn each pair (i, i + head_dim / 2) by its token's angle."""
-    swapped = torch.roll(heads, heads.shape[-1] // 2, dims=-1)
-    heads.mul_(cos).addcmul_(swapped, sin)
