@@ -1,0 +1,155 @@
+"""Copy whole blocks: everything copy-on-write orders in one step, for all layers, K and V, in one launch.
+
+The copies run in no order, side by side. That is right because of what memd promises of the copies of one
+step: no block is a target twice and no target is a source, so no copy reads what another writes. A block may
+be the source of many. (Kwon et al., "PagedAttention", SOSP 2023, section 4.5: fused block copy.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import Launch
+
+# Words of four bytes that a program moves: 64 bytes for each thread of four warps, in 16-byte pieces.
+CHUNK = 2048
+WARPS = 4
+
+
+@triton.jit
+def copy_blocks_kernel(
+    keys: tl.tensor,  # [layers, num_blocks, WORDS] int32
+    values: tl.tensor,  # [layers, num_blocks, WORDS] int32
+    key_scales: tl.tensor,  # [layers, num_blocks, SCALE_WORDS] int32
+    value_scales: tl.tensor,  # [layers, num_blocks, SCALE_WORDS] int32
+    sources: tl.tensor,  # [copies]
+    targets: tl.tensor,  # [copies]
+    num_blocks: tl.tensor,
+    WORDS: tl.constexpr,  # of one block in one layer
+    SCALE_WORDS: tl.constexpr,  # 0: there are no scales
+    CHUNK: tl.constexpr,
+) -> None:
+    """A chunk of one block in one layer, K and V; the first chunk's program moves the scales too."""
+    CHUNKS: tl.constexpr = (WORDS + CHUNK - 1) // CHUNK
+    copy = tl.program_id(0) // CHUNKS
+    part = tl.program_id(0) % CHUNKS
+    first = tl.program_id(1).to(tl.int64) * num_blocks
+    source = first + tl.load(sources + copy).to(tl.int64)
+    target = first + tl.load(targets + copy).to(tl.int64)
+    word = part * CHUNK + tl.arange(0, CHUNK)
+    inside = word < WORDS
+    key = tl.load(keys + source * WORDS + word, mask=inside)
+    value = tl.load(values + source * WORDS + word, mask=inside)
+    tl.store(keys + target * WORDS + word, key, mask=inside)
+    tl.store(values + target * WORDS + word, value, mask=inside)
+    if SCALE_WORDS > 0 and part == 0:
+        for start in range(0, SCALE_WORDS, CHUNK):
+            word = start + tl.arange(0, CHUNK)
+            inside = word < SCALE_WORDS
+            key = tl.load(key_scales + source * SCALE_WORDS + word, mask=inside)
+            value = tl.load(value_scales + source * SCALE_WORDS + word, mask=inside)
+            tl.store(key_scales + target * SCALE_WORDS + word, key, mask=inside)
+            tl.store(value_scales + target * SCALE_WORDS + word, value, mask=inside)
+
+
+def copy_blocks(
+    keys: Tensor,
+    values: Tensor,
+    sources: Tensor,
+    targets: Tensor,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """Copy block `sources[i]` to block `targets[i]` in every layer, bit for bit.
+
+    No block may be a target twice or both a target and a source; ids must be in range. None of this is looked
+    at here, because that would wait for the device: the ids are checked before they reach it.
+
+    Args:
+        keys: [layers, num_blocks, block_size, kv_heads, head_dim], contiguous, of any type.
+        values: as keys.
+        sources: [copies] int64 or int32 block ids.
+        targets: [copies], of the same type.
+        key_scales: [layers, num_blocks, block_size, kv_heads] of a quantised cache.
+        value_scales: as key_scales.
+
+    Raises:
+        ValueError: shapes or types that do not fit together.
+    """
+    if sources.shape != targets.shape or sources.ndim != 1:
+        raise ValueError(
+            f"sources {list(sources.shape)} and targets {list(targets.shape)} must be lists of one length"
+        )
+    if (key_scales is None) != (value_scales is None):
+        raise ValueError("key_scales and value_scales come together; one of them is None")
+    key_words, value_words = as_words(keys, "keys"), as_words(values, "values")
+    if key_words.shape != value_words.shape:
+        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} must be alike")
+    layers, num_blocks, words = key_words.shape
+    key_scale_words, value_scale_words, scale_words = key_words, value_words, 0
+    if key_scales is not None and value_scales is not None:
+        key_scale_words = as_words(key_scales, "key_scales")
+        value_scale_words = as_words(value_scales, "value_scales")
+        scale_words = key_scale_words.shape[2]
+        for tensor in (key_scale_words, value_scale_words):
+            if tensor.shape != (layers, num_blocks, scale_words):
+                raise ValueError(
+                    f"scales have {list(tensor.shape[:2])} layers and blocks; keys {[layers, num_blocks]}"
+                )
+    if not len(sources) or not layers:
+        return
+    copy_blocks_kernel[(len(sources) * triton.cdiv(words, CHUNK), layers)](
+        key_words,
+        value_words,
+        key_scale_words,
+        value_scale_words,
+        sources,
+        targets,
+        num_blocks,
+        WORDS=words,
+        SCALE_WORDS=scale_words,
+        CHUNK=CHUNK,
+        num_warps=WARPS,
+    )
+
+
+def as_words(cache: Tensor, name: str) -> Tensor:
+    """[layers, num_blocks, words] int32: the same memory, whatever its type.
+
+    Raises:
+        ValueError: it is not contiguous, or a block is not a whole number of words.
+    """
+    if not cache.is_contiguous():
+        raise ValueError(f"{name} has strides {cache.stride()}; it must be contiguous")
+    rows = cache.view(*cache.shape[:2], -1)
+    if rows.shape[2] * cache.dtype.itemsize % 4:
+        raise ValueError(
+            f"a block of {name} has {rows.shape[2] * cache.dtype.itemsize} bytes; it must be a multiple of 4"
+        )
+    return rows.view(torch.int32)
+
+
+def launches() -> Iterator[Launch]:
+    """What a runner launches: Llama-3-8B with blocks of 16, by type of cache and of block ids."""
+    row = 16 * 8 * 128
+    for note, words, scale_words in (("bf16", row // 2, 0), ("int8 or fp8", row // 4, 16 * 8)):
+        pointers = ("keys", "values", "key_scales", "value_scales")
+        yield Launch(
+            name="copy_blocks",
+            function=copy_blocks_kernel,
+            signature={
+                **dict.fromkeys(pointers, "*i32"),
+                **dict.fromkeys(("sources", "targets"), "*i64"),
+                "num_blocks": "i32",
+            },
+            constants={"WORDS": words, "SCALE_WORDS": scale_words, "CHUNK": CHUNK},
+            num_warps=WARPS,
+            note=note,
+            aligned=frozenset(pointers),
+        )

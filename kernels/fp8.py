@@ -1,0 +1,32 @@
+"""float8_e4m3fn in integer arithmetic, for kernels: the same bits on every device, with or without the type.
+
+Its four bits of exponent and three of mantissa are the upper bits of a float16 divided by 2^8, subnormals
+included, so that converting is shifting (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def encode(x: tl.tensor) -> tl.tensor:
+    """float32 of at most 448 in size to the bits of the nearest float8_e4m3fn, ties to even, as uint8."""
+    bits = x.to(tl.int32, bitcast=True)
+    # Twenty of float32's mantissa bits go; a carry into the exponent is meant.
+    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    normal = rounded.to(tl.float32, bitcast=True)
+    # Below 2^-6 steps are 2^-9 wide, as are float32's from 2^14 on: adding that rounds.
+    subnormal = (x + 24576.0) - 24576.0
+    nearest = tl.where(tl.abs(x) < 0.015625, subnormal, normal) * 0.00390625
+    half = nearest.to(tl.float16).to(tl.int16, bitcast=True)
+    return (((half >> 8) & 0x80) | ((half >> 7) & 0x7F)).to(tl.uint8)
+
+
+@triton.jit
+def decode(bits: tl.tensor) -> tl.tensor:
+    """The bits of float8_e4m3fn, as uint8, to the same number in float16; NaN becomes 480 or -480."""
+    wide = bits.to(tl.int16)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True) * 256.0
