@@ -29,6 +29,8 @@ def copy_blocks_kernel(
     value_scales: tl.tensor,  # [layers, num_blocks, SCALE_WORDS] int32
     sources: tl.tensor,  # [copies]
     targets: tl.tensor,  # [copies]
+    source_stride: tl.tensor,  # elements from one id to the next
+    target_stride: tl.tensor,
     num_blocks: tl.tensor,
     WORDS: tl.constexpr,  # of one block in one layer
     SCALE_WORDS: tl.constexpr,  # 0: there are no scales
@@ -39,8 +41,8 @@ def copy_blocks_kernel(
     copy = tl.program_id(0) // CHUNKS
     part = tl.program_id(0) % CHUNKS
     first = tl.program_id(1).to(tl.int64) * num_blocks
-    source = first + tl.load(sources + copy).to(tl.int64)
-    target = first + tl.load(targets + copy).to(tl.int64)
+    source = first + tl.load(sources + copy * source_stride).to(tl.int64)
+    target = first + tl.load(targets + copy * target_stride).to(tl.int64)
     word = part * CHUNK + tl.arange(0, CHUNK)
     inside = word < WORDS
     key = tl.load(keys + source * WORDS + word, mask=inside)
@@ -74,7 +76,7 @@ def copy_blocks(
     Args:
         keys: [layers, num_blocks, block_size, kv_heads, head_dim], contiguous, of any type.
         values: as keys.
-        sources: [copies] int64 or int32 block ids.
+        sources: [copies] int64 or int32 block ids; a column of a wider tensor will do.
         targets: [copies], of the same type.
         key_scales: [layers, num_blocks, block_size, kv_heads] of a quantised cache.
         value_scales: as key_scales.
@@ -111,6 +113,8 @@ def copy_blocks(
         value_scale_words,
         sources,
         targets,
+        sources.stride(0),
+        targets.stride(0),
         num_blocks,
         WORDS=words,
         SCALE_WORDS=scale_words,
@@ -146,7 +150,7 @@ def launches() -> Iterator[Launch]:
             signature={
                 **dict.fromkeys(pointers, "*i32"),
                 **dict.fromkeys(("sources", "targets"), "*i64"),
-                "num_blocks": "i32",
+                **dict.fromkeys(("source_stride", "target_stride", "num_blocks"), "i32"),
             },
             constants={"WORDS": words, "SCALE_WORDS": scale_words, "CHUNK": CHUNK},
             num_warps=WARPS,

@@ -21,6 +21,7 @@ def swap_kernel(
     cache: tl.tensor,  # [layers, num_blocks, WORDS] int32
     buffer: tl.tensor,  # [layers, count, WORDS] int32
     blocks: tl.tensor,  # [count]
+    stride: tl.tensor,  # elements from one id to the next
     num_blocks: tl.tensor,
     count: tl.tensor,
     WORDS: tl.constexpr,  # of one block in one layer
@@ -33,7 +34,9 @@ def swap_kernel(
     word = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
     inside = word < WORDS
     layer = tl.program_id(1).to(tl.int64)
-    in_cache = cache + (layer * num_blocks + tl.load(blocks + index).to(tl.int64)) * WORDS + word
+    in_cache = (
+        cache + (layer * num_blocks + tl.load(blocks + index * stride).to(tl.int64)) * WORDS + word
+    )
     in_buffer = buffer + (layer * count + index) * WORDS + word
     if OUT:
         tl.store(in_buffer, tl.load(in_cache, mask=inside), mask=inside)
@@ -90,6 +93,7 @@ def _swap(cache: Tensor, blocks: Tensor, buffer: Tensor, out: bool) -> None:
         cache_words,
         buffer_words,
         blocks,
+        blocks.stride(0),
         num_blocks,
         len(blocks),
         WORDS=words,
@@ -109,8 +113,7 @@ def launches() -> Iterator[Launch]:
                 "cache": "*i32",
                 "buffer": "*i32",
                 "blocks": "*i64",
-                "num_blocks": "i32",
-                "count": "i32",
+                **dict.fromkeys(("stride", "num_blocks", "count"), "i32"),
             },
             constants={"WORDS": 16 * 8 * 128 // 2, "CHUNK": CHUNK, "OUT": out},
             num_warps=WARPS,
