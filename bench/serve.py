@@ -13,181 +13,149 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import json
-import os
-import secrets
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bench.load import probe, report
+from bench.load import report, versus
 from bench.load.client import Client, ServerProblem
 from bench.load.datasets import DataProblem
-from bench.load.plan import Plan, encoder, vocabulary_of
-from bench.load.records import Slo, summarise
+from bench.load.options import parse
+from bench.load.plan import Encode, Plan, Run, encoder, vocabulary_of
+from bench.load.records import Slo, Summary, summarise
+from bench.load.versus import Comparison
+from bench.load.workloads import Vocabulary
+
+OTHER_TOKENS = 1 << 31  # between the seeds of a server that is compared with itself
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.serve",
-        description=(__doc__ or "").partition("\n\n    ")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    server = parser.add_argument_group("server")
-    server.add_argument("--url", default="http://127.0.0.1:8000", help="without /v1")
-    server.add_argument("--model", default="", help="name; empty: the first the server lists")
-    server.add_argument("--api-key", default="", help="better given as OPENAI_API_KEY")
-    server.add_argument(
-        "--body", type=_object, default={}, metavar="JSON", help="more fields of every request"
-    )
-    server.add_argument(
-        "--min-tokens",
-        action="store_true",
-        help="send min_tokens too, for servers without ignore_eos",
-    )
-    server.add_argument("--timeout", type=_positive, default=300.0, help="seconds without a byte")
+@dataclass(slots=True)
+class Side:
+    """A server, or a way to use it, and what was measured of it: one entry a round."""
 
-    work = parser.add_argument_group("workload")
-    work.add_argument(
-        "--workload",
-        default="fixed",
-        choices=("fixed", "prefix", "sharegpt", "azure", "mooncake", "chat"),
-    )
-    work.add_argument(
-        "--input", type=_count, default=256, help="tokens of a prompt; after the prefix, if any"
-    )
-    work.add_argument("--output", type=_count, default=128, help="tokens of an answer")
-    work.add_argument("--prefix", type=_count, default=341, help="tokens of the shared prefix")
-    work.add_argument(
-        "--share", choices=("all", "none"), default="all", help="who has the same prefix"
-    )
-    work.add_argument("--data", type=Path, help="file of a data set: ShareGPT's JSON, a trace")
-    work.add_argument("--scale", type=_positive, default=1.0, help="of a trace's lengths")
-    work.add_argument("--max-input", type=_count, help="longest prompt of a data set")
-    work.add_argument("--max-output", type=_count, help="longest answer of a data set")
-    work.add_argument(
-        "--context", type=_count, help="longest prompt and answer; default: the model's"
-    )
-    work.add_argument(
-        "--vocab", type=_count, help="token ids to draw from; default: as the server says"
-    )
-    work.add_argument(
-        "--tokenizer", type=Path, help="folder or tokenizer.json; default: the server's /tokenize"
-    )
-    work.add_argument("--seed", type=int, help="of everything drawn; default: another each time")
+    name: str
+    client: Client
+    plan: Plan
+    seed: int
+    runs: list[Run] = field(default_factory=list)
+    summaries: list[Summary] = field(default_factory=list)
 
-    load = parser.add_argument_group("load")
-    load.add_argument(
-        "--concurrency",
-        type=_count,
-        help="closed loop: requests in flight (8 if no other load is given)",
-    )
-    load.add_argument("--rate", type=_positive, help="open loop: Poisson arrivals per second")
-    load.add_argument(
-        "--speedup",
-        type=_positive,
-        help="open loop: the trace's own arrivals, so many times as fast",
-    )
-    load.add_argument("--requests", type=_count, help="how many (64 without --seconds)")
-    load.add_argument(
-        "--seconds", type=_positive, help="send for so long, then wait for what is in flight"
-    )
-    load.add_argument(
-        "--warmup", type=int, help="requests before that do not count; default: the concurrency"
-    )
-
-    out = parser.add_argument_group("report")
-    out.add_argument(
-        "--slo-ttft",
-        type=_positive,
-        metavar="MS",
-        help="good requests: at most so long to the first token",
-    )
-    out.add_argument("--slo-tpot", type=_positive, metavar="MS", help="and per further token")
-    out.add_argument("--json", type=Path, help="figures")
-    out.add_argument("--csv", type=Path, help="one row a request")
-    out.add_argument(
-        "--plot", type=Path, metavar="PNG", help="distributions, and tokens per second over time"
-    )
-    return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be more than 0")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
-
-
-def _object(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {problem}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Flags with defaults that depend on others filled in; exits with status 2 on a bad one."""
-    flags = parser()
-    options = flags.parse_args(argv)
-    if sum(bool(way) for way in (options.concurrency, options.rate, options.speedup)) > 1:
-        flags.error("give one of --concurrency, --rate, --speedup")
-    if options.speedup and options.workload not in ("azure", "mooncake"):
-        flags.error("--speedup needs a trace: --workload azure or mooncake")
-    if not options.rate and not options.speedup:
-        options.concurrency = options.concurrency or 8
-    if not options.requests and not options.seconds:
-        options.requests = 64
-    if options.warmup is None:
-        options.warmup = options.concurrency or 8
-    if options.seed is None:
-        options.seed = secrets.randbelow(1 << 31)
-    options.api_key = options.api_key or os.environ.get("OPENAI_API_KEY", "")
-    return options
-
-
-def _client(options: argparse.Namespace, url: str, model: str) -> Client:
-    return Client(
-        url, model, key=options.api_key, fields=options.body,
-        min_tokens=options.min_tokens, timeout=options.timeout,
-    )  # fmt: skip
+    async def measure(self, number: int, encode: Encode) -> None:
+        """One round, and its figures on the screen."""
+        options, seed = self.plan.options, self.seed + number
+        run = await self.plan.round(self.client, seed, encode)
+        summary = summarise(run.records, Slo(options.slo_ttft, options.slo_tpot))
+        self.runs.append(run)
+        self.summaries.append(summary)
+        print(f"\n{self.name}: {options.workload}, seed {seed}")
+        print(report.table(summary))
+        print(
+            f"memory read at {run.before:.0f} GB/s before and {run.after:.0f} after; "
+            f"the client used {run.client_cpu:.0%} of a CPU",
+            flush=True,
+        )
 
 
 async def measure(options: argparse.Namespace) -> int:
-    """One server, one run. Returns the exit status."""
-    async with _client(options, options.url, options.model) as client:
-        await client.connect()
-        vocabulary = await vocabulary_of(client, options.vocab)
-        plan = Plan(options, vocabulary, client.max_model_len)
-        encode = encoder(client, options.tokenizer, options.api_key)
-        before = probe.read_bandwidth()
-        records = await plan.round(client, options.seed, encode, client.model)
-        after = probe.read_bandwidth()
-    summary = summarise(records, Slo(options.slo_ttft, options.slo_tpot))
-    print(f"{client.model} at {client.url}, {options.workload}, seed {options.seed}")
-    print(report.table(summary))
-    print(f"memory read bandwidth before and after: {before:.0f} and {after:.0f} GB/s")
+    """One server once, or two in turns. Returns the exit status: 1 if a request failed.
+
+    Raises:
+        ServerProblem, DataProblem: nothing can be measured, or no more.
+    """
+    async with AsyncExitStack() as stack:
+        clients = []
+        for url, model in _servers(options):
+            client = Client(
+                url, model, key=options.api_key, fields=options.body,
+                min_tokens=options.min_tokens, timeout=options.timeout,
+            )  # fmt: skip
+            clients.append(await stack.enter_async_context(client))
+            await client.connect()
+        sides = _sides(options, clients, await vocabulary_of(clients, options.vocab))
+        # The first server's tokens are sent to both.
+        encode = encoder(clients[0], options.tokenizer, options.api_key)
+        try:
+            for number in range(options.alternations if len(sides) > 1 else 1):
+                for side in sides:
+                    await side.measure(number, encode)
+        finally:
+            comparisons = _compared(sides)
+            if comparisons:
+                print("\n" + versus.table(comparisons, (sides[0].name, sides[1].name)))
+            _write(options, sides, comparisons)
+    return int(any(each.errors for side in sides for each in side.summaries))
+
+
+def _servers(options: argparse.Namespace) -> list[tuple[str, str]]:
+    first = (options.url, options.model)
+    return [first, (options.versus, options.versus_model)] if options.versus else [first]
+
+
+def _sides(
+    options: argparse.Namespace, clients: Sequence[Client], vocabulary: Vocabulary
+) -> list[Side]:
+    context = min((each.max_model_len for each in clients if each.max_model_len), default=0)
+    if options.share == "both":
+        ways = {"one shared prefix": "all", "each its own prefix": "none"}
+        return [
+            Side(
+                name,
+                clients[0],
+                Plan(_with(options, share=share), vocabulary, context),
+                options.seed,
+            )
+            for name, share in ways.items()
+        ]
+    plan = Plan(options, vocabulary, context)
+    names = [f"{client.model} at {client.url}" for client in clients]
+    if len(set(names)) < len(names):
+        # A server beside itself shows how much two rounds differ by chance, if nothing is cached.
+        seeds = (options.seed, options.seed + OTHER_TOKENS)
+        return [Side(f"{name}, {seed}", client, plan, seed)
+                for name, client, seed in zip(names, clients, seeds, strict=True)]  # fmt: skip
+    return [
+        Side(name, client, plan, options.seed) for name, client in zip(names, clients, strict=True)
+    ]
+
+
+def _with(options: argparse.Namespace, **changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**(vars(options) | changes))
+
+
+def _compared(sides: Sequence[Side]) -> list[Comparison]:
+    """The rounds that both sides have ended; none for a single side."""
+    rounds = min(len(side.summaries) for side in sides)
+    if len(sides) < 2 or not rounds:
+        return []
+    first, second = ([versus.figures(each) for each in side.summaries[:rounds]] for side in sides)
+    return versus.compare(first, second)
+
+
+def _write(
+    options: argparse.Namespace, sides: Sequence[Side], comparisons: Sequence[Comparison]
+) -> None:
+    rounds = [(side.name, number, run) for side in sides for number, run in enumerate(side.runs, 1)]
     if options.json:
-        content = {"url": client.url, "model": client.model, "options": _told(options),
-                   "bandwidth_gb_s": [before, after], "figures": report.as_dict(summary)}  # fmt: skip
-        report.write_json(options.json, content)
+        servers = [
+            {"name": side.name, "rounds": [
+                {"bandwidth_gb_s": [run.before, run.after], "client_cpu": run.client_cpu}
+                | asdict(summary)
+                for run, summary in zip(side.runs, side.summaries, strict=True)]}
+            for side in sides
+        ]  # fmt: skip
+        compared = [asdict(each) for each in comparisons]
+        report.write_json(
+            options.json,
+            {"options": _told(options), "servers": servers, "comparison": compared},
+        )
     if options.csv:
-        report.write_csv(options.csv, records)
-    if options.plot:
-        report.plot(options.plot, {client.model: records})
-    return 0 if summary.completed == summary.requests else 1
+        report.write_csv(options.csv, [(name, number, run.records) for name, number, run in rounds])
+    if options.plot and rounds:
+        report.plot(
+            options.plot, {f"{name}, {number}": run.records for name, number, run in rounds}
+        )
 
 
 def _told(options: argparse.Namespace) -> dict[str, object]:
@@ -200,8 +168,7 @@ def _told(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    gc.freeze()  # what was imported need not be looked at again
+    options = parse((__doc__ or "").partition("\n\n    ")[0], argv)
     try:
         import uvloop
 

@@ -110,6 +110,25 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Requests of one label. Tokens are means of a request, durations milliseconds."""
+
+    completed: int
+    prompt_tokens: float
+    cached_tokens: float
+    ttft: Spread
+
+    @staticmethod
+    def of(records: Sequence[Record]) -> Group:
+        return Group(
+            len(records),
+            Spread.of(record.prompt_tokens for record in records).mean,
+            Spread.of(record.cached_tokens for record in records).mean,
+            Spread.of(record.ttft * 1e3 for record in records),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Figures of one run. Durations are milliseconds, rates per second.
 
@@ -117,6 +136,7 @@ class Summary:
         seconds: from the first request sent to the last response ended.
         short: requests that ended well with fewer tokens than asked for.
         errors: failed requests by kind; `examples`: a message of each kind.
+        groups: completed requests by label, where they have one.
     """
 
     requests: int
@@ -137,6 +157,12 @@ class Summary:
     itl: Spread
     normalised: Spread
     latency: Spread
+    groups: dict[str, Group]
+
+
+def _by_turn(labelled: tuple[str, list[Record]]) -> tuple[int, str]:
+    """Puts "turn 10" after "turn 9"."""
+    return len(labelled[0]), labelled[0]
 
 
 def summarise(records: Sequence[Record], slo: Slo | None = None) -> Summary:
@@ -149,6 +175,9 @@ def summarise(records: Sequence[Record], slo: Slo | None = None) -> Summary:
     output = sum(record.output_tokens for record in good)
     kept = sum(map((slo or Slo()).kept, good))
     failed = [record for record in records if not record.ok]
+    labelled: dict[str, list[Record]] = {}
+    for record in good:
+        labelled.setdefault(record.label, []).append(record)
     return Summary(
         requests=len(records),
         completed=len(good),
@@ -168,4 +197,7 @@ def summarise(records: Sequence[Record], slo: Slo | None = None) -> Summary:
         itl=Spread.of(gap * 1e3 for record in good for gap in record.gaps()),
         normalised=Spread.of(record.normalised * 1e3 for record in good),
         latency=Spread.of(record.latency * 1e3 for record in good),
+        groups={
+            label: Group.of(own) for label, own in sorted(labelled.items(), key=_by_turn) if label
+        },
     )

@@ -6,10 +6,10 @@ import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.load.chat import COLD
 from bench.load.records import Record, Spread, Summary
 
 SPREADS = ("ttft", "tpot", "itl", "normalised", "latency")
@@ -36,6 +36,7 @@ def table(summary: Summary) -> str:
         spread: Spread = getattr(summary, name)
         values = (spread.mean, spread.p50, spread.p90, spread.p99)
         lines.append(f"{_NAMES[name]:<24}" + "".join(f"{value:>10.2f}" for value in values))
+    lines += _groups(summary)
     if summary.short:
         lines.append(
             f"{summary.short} answers were shorter than asked for: does the server know ignore_eos? "
@@ -46,14 +47,26 @@ def table(summary: Summary) -> str:
     return "\n".join(lines)
 
 
+def _groups(summary: Summary) -> list[str]:
+    """Requests by label, a conversation's last turns beside those of equal length with nothing cached."""
+    cold = summary.groups.get(COLD)
+    last = next((label for label in reversed(summary.groups) if label != COLD), "")
+    lines = []
+    for label, group in summary.groups.items():
+        beside = ""
+        if cold and label == last:
+            beside = f"; {group.ttft.mean / cold.ttft.mean:.3f} of the cold ones' mean"
+        lines.append(
+            f"{label}: {group.completed} x {group.prompt_tokens:.0f} tokens, "
+            f"{group.cached_tokens:.0f} of them cached; TTFT mean {group.ttft.mean:.1f} ms, "
+            f"p50 {group.ttft.p50:.1f}{beside}"
+        )
+    return lines
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write figures; what is not a number becomes null."""
     path.write_text(json.dumps(_clean(content), indent=1) + "\n")
-
-
-def as_dict(summary: Summary) -> dict[str, Any]:
-    """A summary's figures by name."""
-    return asdict(summary)
 
 
 def _clean(value: Any) -> Any:
@@ -66,25 +79,30 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def write_csv(path: Path, records: Sequence[Record]) -> None:
-    """One row for each request; instants in seconds after the first, durations in milliseconds."""
-    began = min((record.sent for record in records), default=0.0)
+def write_csv(path: Path, runs: Sequence[tuple[str, int, Sequence[Record]]]) -> None:
+    """One row for each request of each run, given as server, round, records.
+
+    Instants are seconds after a run's first request, durations milliseconds.
+    """
     with path.open("w", newline="") as file:
         write = csv.writer(file)
         write.writerow(
-            ["sent_s", "label", "prompt_tokens", "cached_tokens", "output_tokens", "wanted",
-             "ttft_ms", "tpot_ms", "latency_ms", "normalised_ms", "error", "message"]
+            ["server", "round", "sent_s", "label", "wanted", "error", "message", "prompt_tokens",
+             "cached_tokens", "output_tokens", "ttft_ms", "tpot_ms", "latency_ms", "normalised_ms"]
         )  # fmt: skip
-        for record in sorted(records, key=lambda record: record.sent):
-            times = (record.ttft, record.tpot, record.latency, record.normalised)
-            write.writerow(
-                [f"{record.sent - began:.4f}", record.label, record.prompt_tokens,
-                 record.cached_tokens, record.output_tokens, record.wanted,
-                 *(f"{value * 1e3:.3f}" for value in times), "", ""]
-                if record.ok
-                else [f"{record.sent - began:.4f}", record.label, "", "", "", record.wanted,
-                      "", "", "", "", record.error, record.message]
-            )  # fmt: skip
+        for server, number, records in runs:
+            began = min((record.sent for record in records), default=0.0)
+            for record in sorted(records, key=lambda record: record.sent):
+                row = [server, number, f"{record.sent - began:.4f}", record.label, record.wanted]
+                write.writerow([*row, record.error, record.message, *_measured(record)])
+
+
+def _measured(record: Record) -> list[object]:
+    if not record.ok:
+        return []
+    times = (record.ttft, record.tpot, record.latency, record.normalised)
+    tokens = [record.prompt_tokens, record.cached_tokens, record.output_tokens]
+    return [*tokens, *(f"{value * 1e3:.3f}" for value in times)]
 
 
 def plot(path: Path, runs: dict[str, Sequence[Record]]) -> None:
