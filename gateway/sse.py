@@ -16,7 +16,10 @@ from aiohttp import web
 
 from gateway.errors import ApiError, error_body
 
-PING = b": ping\n\n"  # a comment: keeps proxies from closing a silent stream
+# Keeps proxies from closing a silent stream. Empty lines, which every reader passes over, and not a comment:
+# some clients strip each chunk of its line ends before they look for the ends of events, and would glue a
+# comment to all that follows.
+PING = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 PING_S = 15.0
 

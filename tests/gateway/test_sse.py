@@ -13,8 +13,23 @@ from gateway.sse import DONE, PING, event, json_text
 def test_an_event_is_one_data_line_and_an_empty_one() -> None:
     assert event(b'{"a":1}') == b'data: {"a":1}\n\n'
     assert DONE == b"data: [DONE]\n\n"
-    assert PING.startswith(b":")
-    assert PING.endswith(b"\n\n")
+
+
+def test_a_ping_alone_in_a_chunk_costs_a_client_that_strips_chunks_nothing() -> None:
+    # As `vllm bench serve` reads: each chunk stripped, events told apart by empty lines or by whole JSON.
+    buffer, events = "", []
+    for chunk in (PING, event(b'{"a":1}'), PING, PING, event(b'{"a":2}') + event(b'{"a":3}'), DONE):
+        buffer += chunk.strip().decode()
+        *whole, buffer = buffer.split("\n\n")
+        if buffer.startswith("data: "):
+            whole.append(buffer)
+            buffer = ""
+        events += whole
+    assert events == ['data: {"a":1}', 'data: {"a":2}', 'data: {"a":3}', "data: [DONE]"]
+
+
+def test_a_ping_is_nothing_but_empty_lines_to_a_reader_of_lines() -> None:
+    assert set(PING.decode().split("\n")) == {""}
 
 
 @given(st.text())
