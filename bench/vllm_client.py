@@ -1,6 +1,6 @@
 """vLLM's own load client against two servers in turns: what one is of the other, at several concurrencies.
 
-A figure from someone else's client cannot have been tuned by us. Both servers run already, with the same weights;
+A figure from another's client cannot have been tuned by us. Both servers run already, with the same weights;
 each round draws new random prompts, the same for both, so that no prefix cache helps either. Needs a vLLM
 installation (for its client) and a folder with the model's tokenizer.
 
