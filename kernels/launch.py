@@ -12,8 +12,20 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 INTERPRETER = "interpreter"
+_POINTED = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +58,54 @@ def _gpu(index: int) -> str:
     if torch.version.hip is not None:
         return str(properties.gcnArchName).split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel with all it is called with: run it, or describe what it would be compiled for."""
+
+    function: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Tensor | int | float | None]
+    constants: Mapping[str, object]
+    num_warps: int
+    num_stages: int
+
+    def run(self) -> None:
+        self.function[self.grid](
+            **self.arguments,
+            **self.constants,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
+
+    def describe(self, note: str) -> Launch:
+        """Mirrors what Triton specialises on: None and 1 are constants, multiples of 16 are known as such."""
+        signature: dict[str, str] = {}
+        constants = dict(self.constants)
+        aligned: set[str] = set()
+        for parameter, value in self.arguments.items():
+            if value is None or (isinstance(value, int) and value == 1):
+                constants[parameter] = value
+                continue
+            signature[parameter] = _type(value)
+            if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+                aligned.add(parameter)
+        return Launch(
+            self.function.fn.__name__.lstrip("_"),
+            self.function,
+            signature,
+            constants,
+            self.num_warps,
+            self.num_stages,
+            note,
+            frozenset(aligned),
+        )
+
+
+def _type(value: Tensor | int | float) -> str:
+    if isinstance(value, Tensor):
+        return "*" + _POINTED[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"

@@ -1,0 +1,319 @@
+"""What the attention kernels share: one tile of keys and values, read through a block table and folded in.
+
+A tile is TILE consecutive positions of one sequence for one KV head, whatever the block size: each position
+finds its own block, so tiles stay large where blocks are small. The running state of a query row is (peak,
+total, acc): the largest score so far, the sum of 2^(score - peak), and that sum with values as weights
+(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention",
+NeurIPS 2022). Scores are in units of log2, so that softmax needs exp2 alone.
+
+Offsets into a cache are int64: a block id times a block's elements passes 2^31 in any large pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import fp8
+from kernels.launch import INTERPRETER
+from kernels.options import Options
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def attend_tile(
+    acc: tl.tensor,  # [ROWS, PADDED] float32
+    peak: tl.tensor,  # [ROWS] float32
+    total: tl.tensor,  # [ROWS] float32
+    query: tl.tensor,  # [ROWS, PADDED] DOT
+    own: tl.tensor,  # [ROWS] int32, the position of each query
+    slope: tl.tensor,  # [ROWS] float32 or None
+    keys: tl.tensor,  # pointer to this KV head of the first slot
+    values: tl.tensor,
+    key_scales: tl.tensor,  # the same, or None
+    value_scales: tl.tensor,
+    table: tl.tensor,  # pointer to this row's table
+    scale: tl.tensor,
+    softcap: tl.tensor,  # or None
+    window: tl.tensor,  # or None
+    k_block: tl.tensor,  # strides, in elements
+    k_slot: tl.tensor,
+    v_block: tl.tensor,
+    v_slot: tl.tensor,
+    ks_block: tl.tensor,
+    ks_slot: tl.tensor,
+    vs_block: tl.tensor,
+    vs_slot: tl.tensor,
+    start: tl.tensor,  # the tile's first position
+    end: tl.tensor,  # no position from here on is read
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,  # HEAD_DIM up to a power of two
+    TILE: tl.constexpr,
+    TAIL: tl.constexpr,  # the tile may pass `end`
+    CAUSAL: tl.constexpr,  # the tile may hold positions some query does not see
+    E4M3: tl.constexpr,
+    ROUND: tl.constexpr,  # what probabilities are rounded to
+    DOT: tl.constexpr,  # what is multiplied
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    positions = start + tl.arange(0, TILE)
+    inside = positions < end
+    if TAIL:
+        block = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
+    slot = positions % BLOCK_SIZE
+
+    key = _read(keys, block * k_block + slot * k_slot, inside, HEAD_DIM, PADDED, TAIL, E4M3, DOT)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if key_scales is not None:
+        at = block * ks_block + slot * ks_slot
+        scores *= tl.load(key_scales + at, mask=inside, other=0.0)[None, :]
+    if softcap is not None:
+        scores = softcap * _tanh(scores)
+    if slope is not None:
+        scores += slope[:, None] * (positions[None, :] - own[:, None]).to(tl.float32)
+    if CAUSAL:
+        seen = inside[None, :] & (positions[None, :] <= own[:, None])
+        if window is not None:
+            seen = seen & (positions[None, :] > own[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    elif TAIL:
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+
+    highest = tl.maximum(peak, tl.max(scores, 1))
+    # A row that has seen nothing yet keeps its peak at -inf, and -inf - -inf is NaN.
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(peak - shift)
+    total = total * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None]
+
+    # Where a slot is unwritten it is not loaded: it may hold NaN, and 0 * NaN is NaN.
+    value = _read(
+        values, block * v_block + slot * v_slot, inside, HEAD_DIM, PADDED, TAIL, E4M3, DOT
+    )
+    if value_scales is not None:
+        at = block * vs_block + slot * vs_slot
+        weights *= tl.load(value_scales + at, mask=inside, other=0.0)[None, :]
+    acc = tl.dot(weights.to(ROUND).to(DOT), value, acc, input_precision="ieee")
+    return acc, highest, total
+
+
+@triton.jit
+def _read(
+    cache: tl.tensor,
+    offsets: tl.tensor,  # [TILE] int64
+    inside: tl.tensor,  # [TILE] bool, what may be read
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    TAIL: tl.constexpr,
+    E4M3: tl.constexpr,
+    DOT: tl.constexpr,
+) -> tl.tensor:
+    columns = tl.arange(0, PADDED)
+    pointers = cache + offsets[:, None] + columns[None, :]
+    if HEAD_DIM < PADDED:
+        within = (columns < HEAD_DIM)[None, :]
+        if TAIL:
+            within = within & inside[:, None]
+        stored = tl.load(pointers, mask=within, other=0.0)
+    elif TAIL:
+        stored = tl.load(pointers, mask=inside[:, None], other=0.0)
+    else:
+        stored = tl.load(pointers)
+    if E4M3:
+        return fp8.decode(stored).to(DOT)
+    return stored.to(DOT)
+
+
+@triton.jit
+def _tanh(x: tl.tensor) -> tl.tensor:
+    small = tl.exp2(tl.abs(x) * -2.8853900817779268)  # e^(-2|x|): cannot overflow
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(x < 0, -size, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """One layer's K and V as a kernel wants them, with what follows from their types.
+
+    Raises `ValueError` where a kernel would read nonsense.
+    """
+
+    keys: Tensor
+    values: Tensor
+    e4m3: bool  # read as bits, for a target that has no such type
+    dtype: torch.dtype  # of what is multiplied
+
+    @classmethod
+    def of(
+        cls,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scales: tuple[Tensor | None, Tensor | None],
+        arch: str,
+    ) -> Cache:
+        if keys.shape != values.shape or keys.dtype != values.dtype:
+            raise ValueError(
+                f"keys are {tuple(keys.shape)} {keys.dtype}, values {tuple(values.shape)} {values.dtype}: "
+                "both must be the same"
+            )
+        heads, head_dim = queries.shape[-2:]
+        kv_heads = keys.shape[2]
+        if heads % kv_heads or keys.shape[3] != head_dim:
+            raise ValueError(
+                f"{heads} heads of {head_dim} cannot read {kv_heads} KV heads of {keys.shape[3]}: "
+                "heads must be a multiple of KV heads, and of the same size"
+            )
+        if (scales[0] is None) != (scales[1] is None):
+            raise ValueError("key_scales and value_scales go together: pass both or neither")
+        if queries.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1:
+            raise ValueError(
+                "the elements of a head must lie side by side in queries, keys and values"
+            )
+        bits = keys.dtype == torch.float8_e4m3fn and arch in _WITHOUT_E4M3
+        if bits:
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+        # The interpreter multiplies bfloat16 as integers, so there it is widened first.
+        narrow = queries.dtype == torch.bfloat16 and arch == INTERPRETER
+        return cls(keys, values, bits, torch.float32 if narrow else queries.dtype)
+
+
+# The types Triton gives Ampere have no e4m3 (it came with sm_89).
+_WITHOUT_E4M3 = frozenset({INTERPRETER, "sm_80", "sm_86", "sm_87"})
+
+TRITON_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def common(
+    queries: Tensor,
+    cache: Cache,
+    tables: Tensor,
+    scale: float,
+    options: Options,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> tuple[dict[str, Tensor | int | float | None], dict[str, object]]:
+    """Arguments and constants every attention kernel takes."""
+    key_scales, value_scales = scales
+    softcap = options.softcap
+    head_dim = queries.shape[-1]
+    arguments: dict[str, Tensor | int | float | None] = {
+        "queries": queries,
+        "keys": cache.keys,
+        "values": cache.values,
+        "key_scales": key_scales,
+        "value_scales": value_scales,
+        "tables": tables,
+        "sinks": options.sinks,
+        "slopes": options.slopes,
+        # Scores in log2: folded into the scale, or into the cap where there is one.
+        "scale": scale * LOG2E if softcap is None else scale / softcap,
+        "softcap": None if softcap is None else softcap * LOG2E,
+        "window": options.window,
+        "q_row": queries.stride(0),
+        "q_head": queries.stride(1),
+        "k_block": cache.keys.stride(0),
+        "k_slot": cache.keys.stride(1),
+        "k_head": cache.keys.stride(2),
+        "v_block": cache.values.stride(0),
+        "v_slot": cache.values.stride(1),
+        "v_head": cache.values.stride(2),
+        "ks_block": 0 if key_scales is None else key_scales.stride(0),
+        "ks_slot": 0 if key_scales is None else key_scales.stride(1),
+        "vs_block": 0 if value_scales is None else value_scales.stride(0),
+        "vs_slot": 0 if value_scales is None else value_scales.stride(1),
+        "table_row": tables.stride(0),
+    }
+    constants: dict[str, object] = {
+        "GROUP": queries.shape[1] // cache.keys.shape[2],
+        "BLOCK_SIZE": cache.keys.shape[1],
+        "HEAD_DIM": head_dim,
+        "PADDED": max(16, triton.next_power_of_2(head_dim)),
+        "E4M3": cache.e4m3,
+        "ROUND": TRITON_DTYPE[queries.dtype],
+        "DOT": TRITON_DTYPE[cache.dtype],
+    }
+    return arguments, constants
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model's attention, as far as a kernel is compiled for it."""
+
+    note: str
+    dtype: torch.dtype  # of queries
+    stored: torch.dtype  # of the cache
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    slopes: bool = False
+
+    def __str__(self) -> str:
+        asked = [f"window {self.window}"] if self.window is not None else []
+        asked += [f"cap {self.softcap:g}"] if self.softcap is not None else []
+        asked += ["sinks"] * self.sinks + ["ALiBi"] * self.slopes
+        stored = "" if self.stored == self.dtype else f" over {_short(self.stored)}"
+        sizes = (
+            f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, blocks of {self.block_size}"
+        )
+        return ", ".join([self.note, f"{_short(self.dtype)}{stored}", sizes, *asked])
+
+    def options(self) -> Options:
+        logits = torch.empty(self.heads, dtype=torch.float32, device="meta")
+        return Options(
+            window=self.window,
+            softcap=self.softcap,
+            sinks=logits if self.sinks else None,
+            slopes=logits if self.slopes else None,
+        )
+
+    def cache(self) -> Tensor:
+        shape = (1024, self.block_size, self.kv_heads, self.head_dim)
+        return torch.empty(shape, dtype=self.stored, device="meta")
+
+    def scales(self) -> Tensor | None:
+        if self.stored.itemsize > 1:
+            return None
+        return torch.empty(1024, self.block_size, self.kv_heads, device="meta")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def cases() -> Iterator[Case]:
+    """What models ask for: each kind of type, head, group, block and option with real models' sizes."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for dtype in (bf16, fp16, fp32):
+        yield Case("Llama 3 8B", dtype, dtype, 32, 8, 128)
+        yield Case("SmolLM2 135M", dtype, dtype, 9, 3, 64)
+    for stored in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+        yield Case("Llama 3 8B", bf16, stored, 32, 8, 128)
+    yield Case("Llama 3 8B", fp16, torch.float8_e4m3fn, 32, 8, 128)
+    yield Case("Phi 2", fp16, fp16, 32, 32, 80)
+    yield Case("Phi 3 mini", bf16, bf16, 32, 32, 96, window=2047)
+    yield Case("Qwen2 7B", bf16, bf16, 28, 4, 128)
+    yield Case("Mistral 7B", bf16, bf16, 32, 8, 128, window=4096)
+    yield Case("Gemma 2 9B", bf16, bf16, 16, 8, 256, window=4096, softcap=50.0)
+    yield Case("Gemma 2 9B", fp32, fp32, 16, 8, 256, softcap=50.0)
+    yield Case("Gemma 3 4B", bf16, torch.float8_e4m3fn, 8, 4, 256, window=1024)
+    yield Case("gpt-oss 20B", bf16, bf16, 64, 8, 64, window=128, sinks=True)
+    yield Case("Falcon 7B", bf16, bf16, 71, 1, 64)
+    yield Case("Bloom 7B", fp16, fp16, 32, 32, 128, slopes=True)
+    for block_size in (8, 32, 64, 128):
+        yield Case("Llama 3 8B", bf16, bf16, 32, 8, 128, block_size)
+    yield Case(
+        "everything", bf16, torch.int8, 32, 8, 96, window=512, softcap=30.0, sinks=True, slopes=True
+    )
