@@ -1,0 +1,351 @@
+"""Paged flash attention for chunks of queries over cached context, in Triton: one launch for a mixed batch.
+
+A program takes a few consecutive tokens of one sequence and all query heads that read one KV head: together
+they are the rows of its query matrix, so that K and V are read once for all of them and short chunks of
+grouped heads still fill it. It walks the keys a tile at a time with softmax online (Dao et al.,
+"FlashAttention-2", 2023): first the tiles that all of its tokens see whole, without masks, then those on the
+diagonal. Nothing but the sizes of the tensors is known on the host: programs find their sequence by
+themselves, and there are at most as many too many as there are sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import Call, Launch, architecture
+from kernels.options import Options
+from kernels.tiles import Cache, attend_tile, cases, common
+
+
+def prefill(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    options: Options = Options(),  # noqa: B008 (frozen)
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of each row's sequence over all of it.
+
+    Args:
+        queries: [tokens, heads, head_dim], row after row.
+        keys: [num_blocks, block_size, kv_heads, head_dim], one layer's cache, the rows' own keys included;
+            float32, float16, bfloat16, or float8 (e4m3fn, e5m2) and int8 with scales.
+        values: the same.
+        tables: [rows, width] int32 block ids; those past ceil(length / block_size) are never read.
+        starts: [rows + 1] int32: row r's queries are those from starts[r] to starts[r + 1], maybe none. They
+            are the last of its `lengths[r]` positions. Tokens from starts[rows] on are not written.
+        lengths: [rows] int32, positions of each row with its queries.
+        longest: most queries of a row, or more: what a program's share is chosen by.
+        scale: of the scores, before softmax.
+        options: what else the model asks for.
+        key_scales: [num_blocks, block_size, kv_heads] float32: a key is what is stored times this.
+        value_scales: the same for values.
+        out: [tokens, heads, head_dim] to write to.
+
+    Returns:
+        [tokens, heads, head_dim], in the queries' dtype.
+
+    Raises:
+        ValueError: shapes or types do not fit each other.
+    """
+    out = torch.empty_like(queries) if out is None else out
+    if len(queries) and len(lengths):
+        _call(
+            queries,
+            keys,
+            values,
+            tables,
+            starts,
+            lengths,
+            longest,
+            scale,
+            options,
+            (key_scales, value_scales),
+            out,
+            architecture(queries.device),
+        ).run()
+    return out
+
+
+@triton.jit
+def _prefill(
+    queries: tl.tensor,  # [tokens, heads, HEAD_DIM]
+    keys: tl.tensor,  # [num_blocks, BLOCK_SIZE, kv_heads, HEAD_DIM]
+    values: tl.tensor,
+    key_scales: tl.tensor,  # [num_blocks, BLOCK_SIZE, kv_heads] float32 or None
+    value_scales: tl.tensor,
+    tables: tl.tensor,  # [rows, width] int32
+    starts: tl.tensor,  # [rows + 1] int32
+    lengths: tl.tensor,  # [rows] int32
+    sinks: tl.tensor,  # [heads] float32 or None
+    slopes: tl.tensor,
+    out: tl.tensor,  # [tokens, heads, HEAD_DIM]
+    scale: tl.tensor,
+    softcap: tl.tensor,  # or None
+    window: tl.tensor,  # or None
+    rows: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    k_block: tl.tensor,
+    k_slot: tl.tensor,
+    k_head: tl.tensor,
+    v_block: tl.tensor,
+    v_slot: tl.tensor,
+    v_head: tl.tensor,
+    ks_block: tl.tensor,
+    ks_slot: tl.tensor,
+    vs_block: tl.tensor,
+    vs_slot: tl.tensor,
+    table_row: tl.tensor,
+    o_row: tl.tensor,
+    o_head: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,  # of the query matrix
+    TOKENS: tl.constexpr,  # of a program: TOKENS * GROUP <= ROWS
+    TILE: tl.constexpr,
+    SEARCH: tl.constexpr,  # sequences looked at together
+    E4M3: tl.constexpr,
+    ROUND: tl.constexpr,
+    DOT: tl.constexpr,
+) -> None:
+    # Longest first: a chunk's last tokens see the most, and the rest fills the gaps they leave.
+    share = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = _row(starts, rows, share, TOKENS, SEARCH)
+    start = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - start
+    skipped = (share - start // TOKENS - row) * TOKENS  # tokens of the row before this program's
+    if skipped >= count:
+        return
+    length = tl.load(lengths + row)
+    before = length - count + skipped  # positions before this program's first token
+
+    member = tl.arange(0, ROWS)
+    token = skipped + member // GROUP
+    head = kv_head * GROUP + member % GROUP
+    own = length - count + token
+    real = (member < TOKENS * GROUP) & (token < count)
+    columns = tl.arange(0, PADDED)
+    cell = real[:, None] & (columns < HEAD_DIM)[None, :]
+    place = (start + token).to(tl.int64)
+    at = place[:, None] * q_row + head[:, None] * q_head + columns[None, :]
+    query = tl.load(queries + at, mask=cell, other=0.0).to(DOT)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head) * 1.4426950408889634
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        peak = tl.load(sinks + head) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    keys += kv_head * k_head
+    values += kv_head * v_head
+    key_scales = key_scales + kv_head if key_scales is not None else None
+    value_scales = value_scales + kv_head if value_scales is not None else None
+    table = tables + row.to(tl.int64) * table_row
+
+    end = tl.minimum(before + TOKENS, length)
+    whole = (before + 1) // TILE * TILE  # all see the tiles before this one, and all of them
+    begin = 0
+    if window is not None:
+        # With a window no tile is seen whole by all, or few: they are masked as those on the diagonal.
+        begin = tl.maximum(before + 1 - window, 0)
+        whole = begin
+    for first in range(begin, whole, TILE):
+        acc, peak, total = attend_tile(
+            acc,
+            peak,
+            total,
+            query,
+            own,
+            slope,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            table,
+            scale,
+            softcap,
+            window,
+            k_block,
+            k_slot,
+            v_block,
+            v_slot,
+            ks_block,
+            ks_slot,
+            vs_block,
+            vs_slot,
+            first,
+            end,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            PADDED,
+            TILE,
+            False,
+            False,
+            E4M3,
+            ROUND,
+            DOT,
+        )
+    for first in range(whole, end, TILE):
+        acc, peak, total = attend_tile(
+            acc,
+            peak,
+            total,
+            query,
+            own,
+            slope,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            table,
+            scale,
+            softcap,
+            window,
+            k_block,
+            k_slot,
+            v_block,
+            v_slot,
+            ks_block,
+            ks_slot,
+            vs_block,
+            vs_slot,
+            first,
+            end,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            PADDED,
+            TILE,
+            True,
+            True,
+            E4M3,
+            ROUND,
+            DOT,
+        )
+
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = place[:, None] * o_row + head[:, None] * o_head + columns[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=cell)
+
+
+@triton.jit
+def _row(
+    starts: tl.tensor,
+    rows: tl.tensor,
+    share: tl.tensor,
+    TOKENS: tl.constexpr,
+    SEARCH: tl.constexpr,
+) -> tl.tensor:
+    """The row of a program: row r owns those from starts[r] // TOKENS + r on, which is enough for each."""
+    row = share * 0 - 1
+    for first in range(0, rows, SEARCH):
+        each = first + tl.arange(0, SEARCH)
+        start = tl.load(starts + each, mask=each < rows, other=0)
+        row += tl.sum(((each < rows) & (start // TOKENS + each <= share)).to(tl.int32), 0)
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    rows: int  # of the query matrix
+    tile: int  # keys per iteration
+    num_warps: int
+    num_stages: int
+
+
+def _meta(group: int, head_dim: int, element_bytes: int, longest: int, arch: str) -> _Meta:
+    """Sizes of a program."""
+    padded = max(16, triton.next_power_of_2(head_dim))
+    wide = padded * element_bytes
+    most = 128 if wide <= 256 else 64
+    rows = max(
+        min(most, max(16, triton.next_power_of_2(longest * group))),
+        triton.next_power_of_2(group),
+    )
+    tile = max(16, min(64, 16384 // wide))
+    if arch.startswith("gfx"):
+        return _Meta(rows, tile, 4, 2)
+    return _Meta(rows, tile, 8 if rows >= 128 else 4, 5)
+
+
+def _call(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    longest: int,
+    scale: float,
+    options: Options,
+    scales: tuple[Tensor | None, Tensor | None],
+    out: Tensor,
+    arch: str,
+) -> Call:
+    cache = Cache.of(queries, keys, values, scales, arch)
+    arguments, constants = common(queries, cache, tables, scale, options, scales)
+    tokens, heads, head_dim = queries.shape
+    rows, kv_heads = len(lengths), keys.shape[2]
+    group = heads // kv_heads
+    meta = _meta(group, head_dim, cache.dtype.itemsize, longest, arch)
+    per_program = meta.rows // group
+    return Call(
+        _prefill,
+        (tokens // per_program + rows, kv_heads),
+        arguments
+        | {
+            "starts": starts,
+            "lengths": lengths,
+            "out": out,
+            "rows": rows,
+            "o_row": out.stride(0),
+            "o_head": out.stride(1),
+        },
+        constants | {"ROWS": meta.rows, "TOKENS": per_program, "TILE": meta.tile, "SEARCH": 256},
+        meta.num_warps,
+        meta.num_stages,
+    )
+
+
+def launches(arch: str = "sm_90") -> Iterator[Launch]:
+    """Every kind of launch `prefill` makes on `arch`, for `cases` of models."""
+    for case in cases():
+        cache, scales = case.cache(), case.scales()
+        for tokens, note in ((2048, "prompts"), (4, "short chunks")):
+            queries = torch.empty(
+                tokens, case.heads, case.head_dim, dtype=case.dtype, device="meta"
+            )
+            tables = torch.empty(2, 128, dtype=torch.int32, device="meta")
+            yield _call(
+                queries,
+                cache,
+                cache,
+                tables,
+                tables[0],
+                tables[0, :2],
+                tokens,
+                case.head_dim**-0.5,
+                case.options(),
+                (scales, scales),
+                queries,
+                arch,
+            ).describe(f"{case}, {note}")
