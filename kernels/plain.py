@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.options import Options
+
 
 def write_kv(
     queries: Tensor,  # [tokens, heads, head_dim], rotated in place
@@ -88,3 +90,89 @@ def gather_blocks(cache: Tensor, blocks: Tensor, out: Tensor) -> None:
 def scatter_blocks(buffer: Tensor, blocks: Tensor, cache: Tensor) -> None:
     """Copy a buffer [layers, count, ...] to blocks of every layer."""
     cache[:, blocks] = buffer.to(cache.device)
+
+
+def decode(
+    queries: Tensor,  # [rows, heads, head_dim]
+    keys: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    values: Tensor,
+    tables: Tensor,  # [rows, width]
+    lengths: Tensor,  # [rows]; 0: nothing is read and the output is zeros
+    *,
+    scale: float,
+    options: Options = Options(),  # noqa: B008 (frozen)
+    key_scales: Tensor | None = None,  # [num_blocks, block_size, kv_heads] of a quantised cache
+    value_scales: Tensor | None = None,
+    out: Tensor | None = None,
+    splits: int | None = None,  # means nothing here
+    longest: int | None = None,  # nor this
+) -> Tensor:
+    """Attention of one token per row over its sequence, whose last position it is."""
+    out = torch.empty_like(queries) if out is None else out
+    for row, length in enumerate(lengths.tolist()):
+        key = _gathered(keys, key_scales, tables[row], length)
+        value = _gathered(values, value_scales, tables[row], length)
+        out[row] = _attend(queries[row : row + 1], key, value, scale, options)[0]
+    return out
+
+
+def prefill(
+    queries: Tensor,  # [tokens, heads, head_dim], row after row
+    keys: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    values: Tensor,
+    tables: Tensor,  # [rows, width]
+    starts: Tensor,  # [rows + 1]: row r's queries are those from starts[r] to starts[r + 1]
+    lengths: Tensor,  # [rows] positions, of which the queries are the last
+    longest: int,  # means nothing here
+    *,
+    scale: float,
+    options: Options = Options(),  # noqa: B008 (frozen)
+    key_scales: Tensor | None = None,  # [num_blocks, block_size, kv_heads] of a quantised cache
+    value_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of each row's sequence over all of it."""
+    out = torch.empty_like(queries) if out is None else out
+    bounds = starts.tolist()
+    for row, length in enumerate(lengths.tolist()):
+        here = slice(bounds[row], bounds[row + 1])
+        key = _gathered(keys, key_scales, tables[row], length)
+        value = _gathered(values, value_scales, tables[row], length)
+        out[here] = _attend(queries[here], key, value, scale, options)
+    return out
+
+
+def _gathered(cache: Tensor, scales: Tensor | None, table: Tensor, length: int) -> Tensor:
+    """[length, kv_heads, head_dim] float32: what a sequence's blocks hold, unwritten slots left out."""
+    blocks = table[: -(-length // cache.shape[1])].long()
+    stored = cache[blocks].flatten(0, 1)[:length].float()
+    return stored if scales is None else stored * scales[blocks].flatten(0, 1)[:length, :, None]
+
+
+def _attend(
+    queries: Tensor,  # [count, heads, head_dim], the last ones of the sequence
+    keys: Tensor,  # [length, kv_heads, head_dim] float32
+    values: Tensor,
+    scale: float,
+    options: Options,
+) -> Tensor:  # [count, heads, head_dim] float32
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    length, count = len(keys), len(queries)
+    seen = torch.arange(length, device=queries.device)[None, :]
+    own = torch.arange(length - count, length, device=queries.device)[:, None]
+    if options.slopes is not None:
+        scores = scores - options.slopes[:, None, None] * (own - seen)
+    hidden = seen > own
+    if options.window is not None:
+        hidden = hidden | (seen <= own - options.window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if options.sinks is not None:  # a key more, whose value is zero
+        sinks = options.sinks[:, None, None].expand(-1, count, 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
