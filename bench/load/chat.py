@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.load.client import Client, Request
@@ -41,13 +41,19 @@ def random_dialogues(lengths: Sequence[int], seed: int) -> Iterator[Dialogue]:
 
 
 def recorded_dialogues(
-    talks: Sequence[Sequence[tuple[str, str]]], turns: int, seed: int
+    talks: Sequence[Sequence[tuple[str, str]]],
+    turns: int,
+    seed: int,
+    fits: Callable[[Sequence[str]], bool] = lambda questions: True,
 ) -> Iterator[Dialogue]:
-    """What people asked in ShareGPT's conversations of at least `turns` turns, in random order."""
+    """What people asked in ShareGPT's conversations of at least `turns` turns, in random order.
+
+    Those whose questions do not fit, as `fits` says, are left out.
+    """
     rng = random.Random(seed)
     for talk in rng.sample(talks, len(talks)):
         questions = [text for who, text in talk if who == "human"][:turns]
-        if len(questions) == turns:
+        if len(questions) == turns and fits(questions):
             yield Dialogue(questions, *_two_numbers(rng))
 
 

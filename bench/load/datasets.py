@@ -12,6 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+_AZURE = "a CSV of TIMESTAMP,ContextTokens,GeneratedTokens"
+_MOONCAKE = "JSON lines of timestamp, input_length, output_length, hash_ids"
+_SHAREGPT = 'a JSON array of records with "conversations"'
+
 
 class DataProblem(Exception):
     """A file that is not there, or not what it should be; the text says which and what is expected."""
@@ -46,8 +50,10 @@ def azure(path: Path) -> list[Arrival]:
                 for row in csv.DictReader(file)
             ]
     except (OSError, KeyError, ValueError, TypeError) as problem:
-        raise _not(path, "a CSV of TIMESTAMP,ContextTokens,GeneratedTokens", problem) from problem
-    first = min((at for at, _, _ in rows), default=0.0)
+        raise _not(path, _AZURE, problem) from problem
+    if not rows:
+        raise _not(path, _AZURE, "it has no rows")
+    first = min(at for at, _, _ in rows)
     return [Arrival(at - first, inputs, outputs) for at, inputs, outputs in rows]
 
 
@@ -79,10 +85,10 @@ def mooncake(path: Path) -> list[Arrival]:
             for line in (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
         ]
     except (OSError, EOFError, msgspec.MsgspecError) as problem:
-        raise _not(
-            path, "JSON lines of timestamp, input_length, output_length, hash_ids", problem
-        ) from problem
-    first = min((row.timestamp for row in rows), default=0)
+        raise _not(path, _MOONCAKE, problem) from problem
+    if not rows:
+        raise _not(path, _MOONCAKE, "it has no lines")
+    first = min(row.timestamp for row in rows)
     return [
         Arrival((row.timestamp - first) / 1000, row.input_length, row.output_length, row.hash_ids)
         for row in rows
@@ -100,7 +106,7 @@ def sharegpt(path: Path) -> Iterator[list[tuple[str, str]]]:
     try:
         text = path.read_text("utf-8", errors="replace")
     except OSError as problem:
-        raise _not(path, "ShareGPT's JSON", problem) from problem
+        raise _not(path, _SHAREGPT, problem) from problem
     found = 0
     for record in _records(text):
         if isinstance(record, dict) and isinstance(record.get("conversations"), list):
@@ -111,7 +117,7 @@ def sharegpt(path: Path) -> Iterator[list[tuple[str, str]]]:
                 if isinstance(turn, dict)
             ]
     if not found:
-        raise _not(path, 'a JSON array of records with "conversations"', "no record found")
+        raise _not(path, _SHAREGPT, "no record found")
 
 
 def _records(text: str) -> Iterator[object]:

@@ -26,6 +26,7 @@ from bench.load.records import Record
 from bench.load.workloads import Fit, Vocabulary
 
 WARM_TOKENS = 16  # output of a warm-up request at most: enough for a few steps at full batch
+TEMPLATE_TOKENS = 48  # that a chat template adds to a turn, at most in common models
 UNKNOWN_VOCABULARY = 30_000  # ids below it exist in the vocabularies of all common models
 _NEEDS_DATA = ("sharegpt", "azure", "mooncake")
 
@@ -101,7 +102,11 @@ class Plan:
             ServerProblem: not one warm-up request was answered.
             DataProblem: the data holds too few requests.
         """
-        send = self._chat(seed) if self.options.workload == "chat" else self._load(seed, encode)
+        send = (
+            self._chat(seed, encode)
+            if self.options.workload == "chat"
+            else self._load(seed, encode)
+        )
         await warm_up(client, send.warm, self.options.concurrency or OPEN_WARMUP)
         before = probe.read_bandwidth()
         gc.collect()
@@ -146,11 +151,16 @@ class Plan:
             )
         return ready
 
-    def _chat(self, seed: int) -> _Sending:
+    def _chat(self, seed: int, encode: Encode) -> _Sending:
         options = self.options
         warm = islice(workloads.fixed(self.vocabulary, 64, WARM_TOKENS, seed), options.warmup)
+
+        def fits(questions: Sequence[str]) -> bool:
+            asked = sum(len(encode(question)) + TEMPLATE_TOKENS for question in questions)
+            return self.fit.holds(asked, options.output * options.turns)
+
         dialogues = (
-            chat.recorded_dialogues(self._talks, options.turns, seed)
+            chat.recorded_dialogues(self._talks, options.turns, seed, fits)
             if self._talks
             else chat.random_dialogues(
                 [options.input] + [options.followup] * (options.turns - 1), seed

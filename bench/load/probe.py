@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 
-MEGABYTES = 256  # read by each thread: far more than any cache holds
+MEGABYTES = 128  # read by each thread: far more than any cache holds
 ROUNDS = 3
 
 
 def read_bandwidth(threads: int = 2) -> float:
-    """GB/s that `threads` threads read together; the best of a few rounds, about half a second in all."""
+    """GB/s that `threads` threads read together; the best of a few rounds, some tenths of a second in all."""
     shares = [numpy.ones(MEGABYTES << 17, dtype=numpy.int64) for _ in range(threads)]
     best = 0.0
     with ThreadPoolExecutor(threads) as pool:
