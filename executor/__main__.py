@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Read once, when torch loads OpenMP. Threads that spin while they wait make a step three times slower as soon
 # as anything else wants a core, and a server's gateway always does.
@@ -20,7 +21,10 @@ import torch
 
 from executor.accept import MAX_CONTEXT, Bounds
 from executor.config import Config, read
+from executor.device import free_memory, measured_blocks, why_no_gpu
 from executor.engine import CARE_S, Engine, Stopped
+from executor.gpu import GpuRunner
+from executor.graphs import CudaRecorder
 from executor.kv import block_bytes
 from executor.load import DEFAULT_MODEL, LoadedModel, load_model
 from executor.memory import RemoteMemory
@@ -31,13 +35,19 @@ from executor.scheduler import Scheduler
 from executor.server import Server
 from executor.weights import BadModel
 from executor.worker import Worker
+from kernels.dispatch import Unavailable, kernels_for
 from wire import logs
 from wire.errors import Refused
 from wire.generate import MAX_TO_EXECUTOR, ModelCard
 from wire.memory import MAX_REPLY, PoolSpec
 from wire.rpc import BadEndpoint, Dealer, Limits, Router, ipc, private_directory
+from wire.settings import Size
 
 log = logging.getLogger("executor")
+
+KV_MEMORY = Size(1 << 30)  # when nothing is said, and nothing can be measured
+
+AnyRunner = Runner | NativeRunner | GpuRunner
 
 
 class CannotStart(Exception):
@@ -144,8 +154,8 @@ def _lock(path: Path) -> int:
 def _load(config: Config, server: Server) -> LoadedModel:
     """Runs on the worker, as everything of torch does; gateways hear meanwhile what is going on."""
     name = config.served_model_name or config.model
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise CannotStart("--device cuda: torch finds no usable GPU here; use --device cpu")
+    if config.device == "cuda" and (reason := why_no_gpu()):
+        raise CannotStart(f"--device cuda: {reason}")
     if config.threads:
         torch.set_num_threads(config.threads)
     shown = -1.0
@@ -157,40 +167,101 @@ def _load(config: Config, server: Server) -> LoadedModel:
             shown = share
             log.info("loading %s %d%% (%s)", name, int(share * 100), what)
 
-    return load_model(config.model, dtype=config.dtype, device=config.device, on_progress=progress)
-
-
-def _runner(config: Config, loaded: LoadedModel, server: Server) -> Runner | NativeRunner:
-    """Allocates the KV tensors and warms up."""
-    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    each = block_bytes(loaded.config, config.block_size, dtype)
-    # The null block is allocated like the others and never granted.
-    num_blocks = config.num_blocks + 1 if config.num_blocks else int(config.kv_memory) // each
-    if num_blocks < 2:
-        raise CannotStart(
-            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {each} bytes, at least "
-            "2 are needed: give more memory or a smaller --block-size"
+    try:
+        return load_model(
+            config.model, dtype=config.dtype, device=config.device, on_progress=progress
         )
+    except torch.OutOfMemoryError as error:
+        raise CannotStart(
+            f"the weights of {name} do not fit: {free_memory(torch.device(config.device))}; use a "
+            "smaller model, or a larger GPU"
+        ) from error
+
+
+def _runner(config: Config, loaded: LoadedModel, server: Server) -> AnyRunner:
+    """Allocates the KV tensors and warms up.
+
+    Raises:
+        CannotStart: there is no room for them, or the kernels asked for cannot run here.
+    """
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     kind = _kernels(config, loaded, server, dtype)
     server.reason = "warming up"
     log.info("warming up")
-    runner = kind(
-        loaded,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        device=config.device,
-        dtype=dtype,
-    )
-    runner.warm_up()
+    device = torch.device(config.device)
+
+    def build(num_blocks: int) -> AnyRunner:
+        return kind(
+            loaded,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            device=device,
+            dtype=dtype,
+        )
+
+    def probe(num_blocks: int) -> GpuRunner:
+        runner = build(num_blocks)
+        assert isinstance(runner, GpuRunner)
+        return runner
+
+    try:
+        # On a GPU, unless told, as many blocks as fit; a CPU's memory is not all ours.
+        measured = kind is not Runner and device.type == "cuda"
+        num_blocks = _num_blocks(config, loaded, dtype, measured=measured)
+        if num_blocks is None:
+            enough = -(-config.max_step_tokens // config.block_size) + 1
+            num_blocks = measured_blocks(probe, enough, device, config.gpu_memory_share)
+            if num_blocks < 2:
+                raise CannotStart(
+                    f"--gpu-memory-share {config.gpu_memory_share} leaves no room for K and V beside "
+                    f"the weights: {free_memory(device)}; give a larger share, a smaller "
+                    "--max-step-tokens or a smaller model"
+                )
+        runner = build(num_blocks)
+        if isinstance(runner, GpuRunner):
+            runner.warm_up(lambda share: _say(server, f"recording graphs, {share:.0%}"))
+        else:
+            runner.warm_up()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        room = f"; {free_memory(device)}" if device.type == "cuda" else ""
+        raise CannotStart(
+            f"out of memory while making room for K and V: {error}{room}; give a smaller "
+            "--kv-memory, --gpu-memory-share or --max-step-tokens"
+        ) from error
     return runner
+
+
+def _say(server: Server, reason: str) -> None:
+    server.reason = reason
+
+
+def _num_blocks(
+    config: Config, loaded: LoadedModel, dtype: torch.dtype, *, measured: bool
+) -> int | None:
+    """KV blocks to allocate, the null block included, which is never granted; None: not said, and to be
+    measured."""
+    if config.num_blocks:
+        return config.num_blocks + 1
+    if config.kv_memory is None and measured:
+        return None
+    memory = config.kv_memory or KV_MEMORY
+    each = block_bytes(loaded.config, config.block_size, dtype)
+    if memory < 2 * each:
+        raise CannotStart(
+            f"--kv-memory {memory} holds {memory // each} KV blocks of {each} bytes, at least "
+            "2 are needed: give more memory or a smaller --block-size"
+        )
+    return int(memory) // each
 
 
 def _kernels(
     config: Config, loaded: LoadedModel, server: Server, dtype: torch.dtype
-) -> type[Runner] | type[NativeRunner]:
+) -> Callable[..., AnyRunner]:
     """What computes the steps, as asked for and as this machine allows."""
-    if config.kernels == "torch" or config.device != "cpu":
+    if config.kernels == "torch":
         return Runner
+    if config.kernels == "triton" or config.device != "cpu":
+        return _triton(config, torch.device(config.device))
     server.reason = "building the native step"
     reason = why_not(loaded, dtype, config.block_size)
     if reason is None:
@@ -202,7 +273,33 @@ def _kernels(
     return Runner
 
 
-def _pool(config: Config, loaded: LoadedModel, runner: Runner | NativeRunner) -> PoolSpec:
+def _triton(config: Config, device: torch.device) -> Callable[..., AnyRunner]:
+    if config.kernels == "native":
+        raise CannotStart("--kernels native is code for CPUs: use --device cpu, or --kernels auto")
+    try:
+        kernels = kernels_for("triton", device)
+    except Unavailable as reason:
+        if config.kernels == "triton":
+            raise CannotStart(f"--kernels triton: {reason}") from None
+        log.warning("kernels=torch, slower than Triton's: %s", reason)
+        return Runner
+    graphs = config.cuda_graphs and device.type == "cuda"
+    log.info("kernels=triton graphs=%s", graphs)
+
+    def build(loaded: LoadedModel, **sizes: Any) -> GpuRunner:
+        return GpuRunner(
+            loaded,
+            kernels=kernels,
+            step_tokens=config.max_step_tokens,
+            sequences=config.max_sequences,
+            record=CudaRecorder() if graphs else None,
+            **sizes,
+        )
+
+    return build
+
+
+def _pool(config: Config, loaded: LoadedModel, runner: AnyRunner) -> PoolSpec:
     """What memd is told of the KV tensors."""
     return PoolSpec(
         name=config.pool,
@@ -214,7 +311,7 @@ def _pool(config: Config, loaded: LoadedModel, runner: Runner | NativeRunner) ->
     )
 
 
-def _bounds(config: Config, loaded: LoadedModel, runner: Runner | NativeRunner) -> Bounds:
+def _bounds(config: Config, loaded: LoadedModel, runner: AnyRunner) -> Bounds:
     """What requests may ask for."""
     context = loaded.card.context_length
     return Bounds(

@@ -30,11 +30,18 @@ class Config:
     index: int = flag(0, "which executor of this run directory", least=0, most=999)
     device: Literal["cpu", "cuda"] = flag("cpu", "what computes")
     dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "of weights, activations, K and V")
-    kernels: Literal["auto", "native", "torch"] = flag(
+    kernels: Literal["auto", "native", "torch", "triton"] = flag(
         "auto",
-        "the CPU step: native code built here at first use, or plain torch; auto: native if it can",
+        "code of the step: native (for CPUs, built at first use), triton (for GPUs) or torch (plain, "
+        "anywhere); auto: the fastest that can run here",
     )
-    kv_memory: Size = flag(Size(1 << 30), "memory for K and V", least=1)
+    cuda_graphs: bool = flag(True, "record steps that only decode as CUDA graphs (triton)")
+    kv_memory: Size | None = flag(
+        None, "memory for K and V; default: 1GiB, on a GPU what --gpu-memory-share leaves", least=1
+    )
+    gpu_memory_share: float = flag(
+        0.9, "share of a GPU's memory to use, all in all (triton)", least=0.01, most=1
+    )
     num_blocks: int | None = flag(
         None, "KV blocks to be granted, instead of --kv-memory", least=1, most=(1 << 24) - 1
     )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.models.config import ModelConfig
+from executor.staging import put
 from kernels.dispatch import CopyBlocks, copy_blocks_torch
 from wire.memory import Copy
 
@@ -85,10 +86,8 @@ class KVCache:
         """
         if not copies:
             return
-        ids = torch.from_numpy(copy_ids(copies, self.num_blocks))
-        sources, targets = ids[:, 0], ids[:, 1]
-        sources, targets = sources.to(self.keys.device), targets.to(self.keys.device)
-        self._copy_blocks(self.keys, self.values, sources, targets)
+        ids = put(copy_ids(copies, self.num_blocks).T.copy(), self.keys.device)
+        self._copy_blocks(self.keys, self.values, ids[0], ids[1])
 
 
 def _free(device: torch.device) -> str:

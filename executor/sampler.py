@@ -81,8 +81,8 @@ def _draw(raw: Row, draw: Draw, likeliest: int) -> Drawn:
 
 @dataclass(slots=True, frozen=True)
 class Edits:
-    """What a draw asks to be changed in its logits, in this order. Ids are in the vocabulary, in each array at
-    most once except those of `biased`."""
+    """What a draw asks to be changed in its logits, in this order. Ids are in the vocabulary, each at most
+    once in an array, except in `biased`."""
 
     biased: Ids
     bias: Row  # added to them

@@ -1,8 +1,8 @@
 """Which code computes attention on which device: the one place where that is decided.
 
 A decoder hands each layer's heads to an `Attention`, which knows where the step's K and V go and what each
-token sees. There are two: `TorchAttention` over the portable path (`kernels.reference`), laid out on the host,
-and `PagedAttention` over a set of `Kernels` that read block tables on the device.
+token sees. There are two: `TorchAttention` over the portable path (`kernels.reference`), laid out on the
+host, and `PagedAttention` over a set of `Kernels` that read block tables on the device.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Decode(Protocol):
         *,
         scale: float,
         options: Options = ...,
+        out: Tensor | None = None,
+        longest: int | None = None,  # the largest of `lengths`, if known
     ) -> Tensor: ...
 
 
@@ -89,6 +91,7 @@ class Prefill(Protocol):
         *,
         scale: float,
         options: Options = ...,
+        out: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -223,10 +226,11 @@ class PagedAttention:
     tables: Tensor  # [rows, width] int32
     lengths: Tensor  # [rows] int32, positions each row sees, its own included; 0: an empty row
     single: int  # rows with one token
+    longest_single: int | None = None  # the largest of their lengths, if known
     starts: Tensor | None = (
         None  # [rows - single + 1] int32, into the tokens behind the single ones
     )
-    longest: int = 0  # most tokens of one row
+    longest: int = 0  # most tokens of one of the other rows
     cos: Tensor | None = None
     sin: Tensor | None = None
 
@@ -251,26 +255,30 @@ class PagedAttention:
             queries, keys, values, key_cache, value_cache, self.slots, cos=cos, sin=sin
         )
         options, single = Options(window=window), self.single
-        parts = []
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         if single:
-            rows = self.tables[:single], self.lengths[:single]
-            parts.append(
-                self.kernels.decode(
-                    queries[:single], key_cache, value_cache, *rows, scale=scale, options=options
-                )
+            self.kernels.decode(
+                queries[:single],
+                key_cache,
+                value_cache,
+                self.tables[:single],
+                self.lengths[:single],
+                scale=scale,
+                options=options,
+                out=out[:single],
+                longest=self.longest_single,
             )
         if self.starts is not None:
-            parts.append(
-                self.kernels.prefill(
-                    queries[single:],
-                    key_cache,
-                    value_cache,
-                    self.tables[single:],
-                    self.starts,
-                    self.lengths[single:],
-                    self.longest,
-                    scale=scale,
-                    options=options,
-                )
+            self.kernels.prefill(
+                queries[single:],
+                key_cache,
+                value_cache,
+                self.tables[single:],
+                self.starts,
+                self.lengths[single:],
+                self.longest,
+                scale=scale,
+                options=options,
+                out=out[single:],
             )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out

@@ -47,7 +47,9 @@ class UpConfig:
     insecure_no_auth: bool = flag(False, "allow a public --host without API keys")
     device: Literal["cpu", "cuda"] | None = flag(None, "where to compute")
     dtype: Literal["float32", "bfloat16"] | None = flag(None, "of weights and KV")
-    kernels: Literal["auto", "native", "torch"] | None = flag(None, "the CPU step's code")
+    kernels: Literal["auto", "native", "torch", "triton"] | None = flag(
+        None, "code of the executor's step"
+    )
     kv_memory: Size | None = flag(None, "memory of the KV pool")
     num_blocks: int | None = flag(None, "blocks of the KV pool, instead of --kv-memory", least=1)
     block_size: int | None = flag(None, "token slots per block", least=1, most=1024)

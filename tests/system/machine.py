@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from executor.accept import Bounds
 from executor.load import LoadedModel
 from executor.native import NativeRunner
-from executor.plan import Plan
+from executor.plan import Drawn, Plan
 from executor.request import pack
 from executor.runner import Runner
 from executor.scheduler import Scheduler
@@ -31,13 +32,25 @@ class Text:
     gaps: list[float] = field(default_factory=list)
 
 
+class Runs(Protocol):
+    """What computes plans."""
+
+    def run(self, plan: Plan) -> list[Drawn]: ...
+
+
 class Machine:
     """An executor around one model. The KV tensors start as NaN: a slot that is read unwritten shows."""
 
     def __init__(
-        self, loaded: LoadedModel, blocks: int, step_tokens: int = 512, *, native: bool = False
+        self,
+        loaded: LoadedModel,
+        blocks: int,
+        step_tokens: int = 512,
+        *,
+        native: bool = False,
+        runner: Runs | None = None,  # of `blocks` + 1 blocks
     ) -> None:
-        self.runner = self._runner(loaded, blocks + 1, native)
+        self.runner: Runs = runner or self._runner(loaded, blocks + 1, native)
         self.memory = LocalMemory(blocks, BLOCK_SIZE)
         self.memory.register(lambda: None)
         self.scheduler = Scheduler(
@@ -75,14 +88,16 @@ class Machine:
     def preemptions(self) -> int:
         return self.scheduler.counters.preemptions
 
-    def generate(self, prompts: list[list[int]], tokens: int, n: int = 1) -> list[list[Text]]:
-        """Greedy texts of all prompts, submitted together; for each prompt its `n` choices."""
+    def generate(
+        self, prompts: list[list[int]], tokens: int, n: int = 1, **sampling: float
+    ) -> list[list[Text]]:
+        """Texts of all prompts, submitted together; for each prompt its `n` choices. Greedy, with the gaps
+        of logits, unless `sampling` says otherwise."""
+        asked = {"temperature": 0.0, "logprobs": 2} | sampling
         first = self._requests
         for prompt in prompts:
-            sampling = Sampling(
-                seed=0, temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2
-            )
-            self.scheduler.submit(PEER, Submit(self._requests + 1, pack(prompt), sampling, n))
+            settings = Sampling(seed=0, max_tokens=tokens, ignore_eos=True, **asked)  # type: ignore[arg-type]
+            self.scheduler.submit(PEER, Submit(self._requests + 1, pack(prompt), settings, n))
             self._requests += 1
         texts: dict[tuple[int, int], Text] = defaultdict(Text)
         scheduler, plan, step = self.scheduler, Plan(0), 0
