@@ -175,12 +175,17 @@ class Client:
             body["messages"] = request.messages
         return msgspec.json.encode(body | self._fields)
 
-    async def send(self, request: Request) -> Record:
-        """Send one request and read all of its answer; a failure is in the record."""
+    async def send(self, request: Request, record: Record | None = None) -> Record:
+        """Send one request and read all of its answer; a failure is in the record.
+
+        Args:
+            record: filled while the answer comes, for who looks before it has ended; default: a new one.
+        """
         chat = request.messages is not None
         url = self.url + ("/v1/chat/completions" if chat else "/v1/completions")
         body = self.body(request)
-        record = Record(self._clock(), request.output, request.label)
+        record = record or Record(0.0, request.output, request.label)
+        record.sent = self._clock()
         reader = _Reader(record, chat)
         try:
             async with self._http.post(url, data=body) as response:

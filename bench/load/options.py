@@ -166,5 +166,10 @@ def parse(description: str, argv: Sequence[str] | None = None) -> argparse.Names
         options.warmup = options.concurrency or OPEN_WARMUP
     if options.seed is None:
         options.seed = secrets.randbelow(1 << 31)
-    options.api_key = options.api_key or os.environ.get("OPENAI_API_KEY", "")
+    options.api_key = key_from(options.api_key)
     return options
+
+
+def key_from(flag: str) -> str:
+    """The key to send: as given, or from the environment, where other users cannot read it."""
+    return flag or os.environ.get("OPENAI_API_KEY", "")
