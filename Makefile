@@ -50,9 +50,9 @@ format: install ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install ## measure this machine: every program of bench/
-	@for file in bench/[a-z]*.py; do \
-	  name=$$(basename $$file .py); echo "== bench.$$name"; $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
+bench: install ## measure this machine: every program of bench/ that needs no running server
+	@for name in $(filter-out serve streams,$(basename $(notdir $(wildcard bench/[a-z]*.py)))); do \
+	  echo "== bench.$$name"; $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
 clean: ## remove everything that was built or installed here
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
