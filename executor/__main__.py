@@ -151,11 +151,27 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
+def _check_device(config: Config) -> None:
+    """Before the weights are read, which takes a while.
+
+    Raises:
+        CannotStart: the device is not there, or cannot run the kernels asked for.
+    """
+    if config.device == "cuda" and (reason := why_no_gpu()):
+        raise CannotStart(f"--device cuda: {reason}")
+    if config.device != "cpu" and config.kernels == "native":
+        raise CannotStart("--kernels native is code for CPUs: use --device cpu, or --kernels auto")
+    if config.kernels == "triton":
+        try:
+            kernels_for("triton", torch.device(config.device))
+        except Unavailable as unavailable:
+            raise CannotStart(f"--kernels triton: {unavailable}") from None
+
+
 def _load(config: Config, server: Server) -> LoadedModel:
     """Runs on the worker, as everything of torch does; gateways hear meanwhile what is going on."""
     name = config.served_model_name or config.model
-    if config.device == "cuda" and (reason := why_no_gpu()):
-        raise CannotStart(f"--device cuda: {reason}")
+    _check_device(config)
     if config.threads:
         torch.set_num_threads(config.threads)
     shown = -1.0
@@ -274,13 +290,9 @@ def _kernels(
 
 
 def _triton(config: Config, device: torch.device) -> Callable[..., AnyRunner]:
-    if config.kernels == "native":
-        raise CannotStart("--kernels native is code for CPUs: use --device cpu, or --kernels auto")
     try:
         kernels = kernels_for("triton", device)
-    except Unavailable as reason:
-        if config.kernels == "triton":
-            raise CannotStart(f"--kernels triton: {reason}") from None
+    except Unavailable as reason:  # and not asked for by name
         log.warning("kernels=torch, slower than Triton's: %s", reason)
         return Runner
     graphs = config.cuda_graphs and device.type == "cuda"
