@@ -177,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ServerProblem, DataProblem) as problem:
         print(f"bench.serve: {problem}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # what was measured until then has been written
+        return 130
 
 
 if __name__ == "__main__":

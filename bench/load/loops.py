@@ -10,6 +10,8 @@ from itertools import accumulate
 from bench.load.client import Client, Request
 from bench.load.records import Record
 
+PAUSE_SECONDS = 0.05  # after a failure, lest a server that is gone be asked without end
+
 Done = Callable[[Record], None]
 
 
@@ -34,6 +36,8 @@ async def closed_loop(
             done(record)
             if until is not None and loop.time() >= until:
                 return
+            if not record.ok:
+                await asyncio.sleep(PAUSE_SECONDS)
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
     return records
