@@ -162,85 +162,54 @@ def _prefill(
     value_scales = value_scales + kv_head if value_scales is not None else None
     table = tables + row.to(tl.int64) * table_row
 
+    # Positions in three parts: what the window hides from some tokens, what all see, the diagonal.
     end = tl.minimum(before + TOKENS, length)
-    whole = (before + 1) // TILE * TILE  # all see the tiles before this one, and all of them
-    begin = 0
+    begin = before * 0
+    inner = begin
     if window is not None:
-        # With a window no tile is seen whole by all, or few: they are masked as those on the diagonal.
         begin = tl.maximum(before + 1 - window, 0)
-        whole = begin
-    for first in range(begin, whole, TILE):
-        acc, peak, total = attend_tile(
-            acc,
-            peak,
-            total,
-            query,
-            own,
-            slope,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            table,
-            scale,
-            softcap,
-            window,
-            k_block,
-            k_slot,
-            v_block,
-            v_slot,
-            ks_block,
-            ks_slot,
-            vs_block,
-            vs_slot,
-            first,
-            end,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            PADDED,
-            TILE,
-            False,
-            False,
-            E4M3,
-            ROUND,
-            DOT,
-        )
-    for first in range(whole, end, TILE):
-        acc, peak, total = attend_tile(
-            acc,
-            peak,
-            total,
-            query,
-            own,
-            slope,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            table,
-            scale,
-            softcap,
-            window,
-            k_block,
-            k_slot,
-            v_block,
-            v_slot,
-            ks_block,
-            ks_slot,
-            vs_block,
-            vs_slot,
-            first,
-            end,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            PADDED,
-            TILE,
-            True,
-            True,
-            E4M3,
-            ROUND,
-            DOT,
-        )
+        inner = begin + tl.cdiv(tl.maximum(before + TOKENS - window, 0) - begin, TILE) * TILE
+    diagonal = inner + tl.maximum(before + 1 - inner, 0) // TILE * TILE
+    for part in tl.static_range(3):
+        if part != 0 or window is not None:
+            low = begin if part == 0 else (inner if part == 1 else diagonal)
+            high = tl.minimum(inner, end) if part == 0 else (diagonal if part == 1 else end)
+            for first in range(low, high, TILE):
+                acc, peak, total = attend_tile(
+                    acc,
+                    peak,
+                    total,
+                    query,
+                    own,
+                    slope,
+                    keys,
+                    values,
+                    key_scales,
+                    value_scales,
+                    table,
+                    scale,
+                    softcap,
+                    window,
+                    k_block,
+                    k_slot,
+                    v_block,
+                    v_slot,
+                    ks_block,
+                    ks_slot,
+                    vs_block,
+                    vs_slot,
+                    first,
+                    end,
+                    BLOCK_SIZE,
+                    HEAD_DIM,
+                    PADDED,
+                    TILE,
+                    part != 1,
+                    part != 1,
+                    E4M3,
+                    ROUND,
+                    DOT,
+                )
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = place[:, None] * o_row + head[:, None] * o_head + columns[None, :]
@@ -273,18 +242,22 @@ class _Meta:
 
 
 def _meta(group: int, head_dim: int, element_bytes: int, longest: int, arch: str) -> _Meta:
-    """Sizes of a program."""
-    padded = max(16, triton.next_power_of_2(head_dim))
-    wide = padded * element_bytes
-    most = 128 if wide <= 256 else 64
-    rows = max(
-        min(most, max(16, triton.next_power_of_2(longest * group))),
-        triton.next_power_of_2(group),
-    )
-    tile = max(16, min(64, 16384 // wide))
-    if arch.startswith("gfx"):
-        return _Meta(rows, tile, 4, 2)
-    return _Meta(rows, tile, 8 if rows >= 128 else 4, 5)
+    """Sizes of a program, by what its registers and shared memory hold.
+
+    128 rows let K and V cross from the L2 cache slowly enough for tensor cores to run at their rate: 64 rows
+    would ask twice the bandwidth of it. Eight warps share the sums, which would not fit the registers of four.
+    Tiles are 16 KB of K and of V; five stages keep the next pair on the way (see `kernels.decode`). Short
+    chunks get fewer rows, so that they do not multiply zeros. float32 has no tensor cores to feed.
+    """
+    wide = max(16, triton.next_power_of_2(head_dim)) * element_bytes
+    amd, ampere = arch.startswith("gfx"), arch.startswith("sm_8")
+    most, tile = (32, 16) if element_bytes == 4 else (128, min(128, 16384 // wide))
+    if wide > 256 and (amd or ampere):
+        most = min(most, 64)
+    needed = max(16, triton.next_power_of_2(longest * group))
+    rows = max(min(most, needed), triton.next_power_of_2(group))
+    warps = 8 if rows == most and (rows == 128 or element_bytes == 4) and not amd else 4
+    return _Meta(rows, tile, warps, 2 if amd else 5)
 
 
 def _call(

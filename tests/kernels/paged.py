@@ -1,0 +1,92 @@
+"""Sequences in a paged cache of which every other slot is poison, for the tests of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.options import Options
+from kernels.plain import quantised
+
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+NAN = float("nan")
+
+# How far results of about 1 may be from float32's. The interpreter cuts bfloat16 off where devices round.
+CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+@dataclass(slots=True)
+class Paged:
+    """One layer's cache and the tables of some sequences in it. What they do not own is NaN."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+    tables: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def random(
+        cls,
+        lengths: list[int],
+        *,
+        kv_heads: int = 2,
+        head_dim: int = 64,
+        block_size: int = 16,
+        stored: torch.dtype = torch.float32,
+        order: list[int] | None = None,  # block ids to use, none twice; None: shuffled ones
+    ) -> Paged:
+        needed = [-(-length // block_size) for length in lengths]
+        if order is None:
+            order = (torch.randperm(sum(needed) + 3) + 1).tolist()
+        blocks = max(order, default=0) + 2
+        shape = (blocks, block_size, kv_heads, head_dim)
+        # Past a row's blocks its table names blocks of poison: the null block and one that nobody owns.
+        tables = torch.zeros(len(lengths), max(needed) + 2, dtype=torch.int32)
+        tables[:, 1::2] = blocks - 1
+        owned = torch.zeros(blocks, block_size, dtype=torch.bool)
+        for row, (length, count) in enumerate(zip(lengths, needed, strict=True)):
+            mine, order = order[:count], order[count:]
+            tables[row, :count] = torch.tensor(mine, dtype=torch.int32)
+            for index, block in enumerate(mine):
+                owned[block, : length - index * block_size] = True
+        pairs = [_filled(torch.randn(shape), owned, stored) for _ in range(2)]
+        (keys, key_scales), (values, value_scales) = pairs
+        sizes = torch.tensor(lengths, dtype=torch.int32)
+        return cls(keys, values, key_scales, value_scales, tables, sizes)
+
+    def scales(self) -> dict[str, Tensor | None]:
+        return {"key_scales": self.key_scales, "value_scales": self.value_scales}
+
+
+def _filled(content: Tensor, owned: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    if stored not in QUANTISED:
+        return content.masked_fill(~owned[..., None, None], NAN).to(stored), None
+    if stored == torch.float8_e5m2:
+        scales = content.abs().amax(-1) / 57344
+        values = (content / scales[..., None]).to(stored)
+    else:
+        values, scales = quantised(content, stored)
+    poison = 0x7F  # NaN in both kinds of float8
+    values.view(torch.uint8)[~owned] = poison
+    return values, scales.masked_fill(~owned[..., None], NAN)
+
+
+def options(heads: int, **asked: float | bool | None) -> Options:
+    """Options by name: a window and a soft-cap as numbers, sinks and slopes as True."""
+    window, softcap = asked.get("window"), asked.get("softcap")
+    return Options(
+        window=None if window is None else int(window),
+        softcap=softcap,
+        sinks=torch.randn(heads) if asked.get("sinks") else None,
+        slopes=2 ** -(torch.arange(heads) % 8 + 1).float() if asked.get("slopes") else None,
+    )
+
+
+def assert_close(got: Tensor, wanted: Tensor) -> None:
+    """Equal as far as the type of `got` allows."""
+    close = CLOSE[got.dtype]
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=close, atol=close)

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import plain
+from kernels.decode import choose_splits, decode
+from kernels.options import Options
+from tests.kernels.paged import QUANTISED, Paged, assert_close, options
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+ASKED = (
+    {"window": 1},
+    {"window": 20},
+    {"window": 1000},
+    {"softcap": 5.0},
+    {"sinks": True},
+    {"slopes": True},
+    {"window": 70, "softcap": 2.0, "sinks": True, "slopes": True},
+)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def check(
+    paged: Paged,
+    group: int,
+    dtype: torch.dtype = torch.float32,
+    asked: Options | None = None,
+    splits: int | None = None,
+) -> None:
+    _, _, kv_heads, head_dim = paged.keys.shape
+    queries = torch.randn(len(paged.lengths), kv_heads * group, head_dim).to(dtype)
+    places = (queries, paged.keys, paged.values, paged.tables, paged.lengths)
+    same = {"scale": head_dim**-0.5, "options": asked or Options(), **paged.scales()}
+    got = decode(*places, splits=splits, **same)
+    assert got.dtype == dtype
+    assert_close(got, plain.decode(*places, **same))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "kv_heads", "group", "splits"),
+    [
+        (8, 64, 3, 3, None),
+        (16, 64, 2, 1, 3),
+        (16, 80, 1, 7, 1),
+        (32, 96, 2, 4, 2),
+        (64, 128, 2, 2, None),
+        (128, 256, 1, 8, 3),
+        (16, 64, 1, 71, 2),
+    ],
+)
+def test_awkward_lengths_equal_the_reference(
+    block_size: int, head_dim: int, kv_heads: int, group: int, splits: int | None
+) -> None:
+    lengths = [1, block_size - 1, block_size, block_size + 1, 0, 197, 2 * block_size]
+    paged = Paged.random(lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
+    check(paged, group, splits=splits)
+
+
+@pytest.mark.parametrize("stored", [None, *QUANTISED], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_pair_of_types_equals_the_reference(
+    dtype: torch.dtype, stored: torch.dtype | None
+) -> None:
+    paged = Paged.random([31, 0, 150], stored=stored or dtype)
+    check(paged, 2, dtype, splits=2)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_every_option_equals_the_reference(asked: dict[str, float | bool], splits: int) -> None:
+    paged = Paged.random([1, 19, 211, 0], head_dim=64)
+    check(paged, 3, asked=options(6, **asked), splits=splits)
+
+
+def test_a_hundred_sequences_of_mixed_length_equal_the_reference() -> None:
+    lengths = torch.randint(0, 70, (100,)).tolist()
+    check(Paged.random(lengths, kv_heads=1, head_dim=16), 4)
+
+
+def test_a_long_context_is_split_by_itself_and_put_together_right() -> None:
+    check(Paged.random([3000, 5], kv_heads=1), 2)
+
+
+def test_an_empty_row_is_zeros_whatever_was_in_its_place_and_nothing_is_read_for_it() -> None:
+    paged = Paged.random([40])
+    nowhere = torch.full((3, 4), 2**31 - 1, dtype=torch.int32)
+    nowhere[1] = paged.tables[0, :4]
+    lengths = torch.tensor([0, 40, 0], dtype=torch.int32)
+    queries = torch.randn(3, 4, 64)
+    for splits in (1, 2):
+        out = torch.full((3, 4, 64), float("nan"))
+        decode(
+            queries, paged.keys, paged.values, nowhere, lengths, scale=0.1, out=out, splits=splits
+        )
+        assert not out[[0, 2]].any()
+        assert out[1].isfinite().all()
+
+
+def test_views_of_larger_tensors_are_read_and_written_in_place() -> None:
+    paged = Paged.random([50, 7], kv_heads=2)
+    both = torch.stack((paged.keys, paged.values), dim=1)
+    fused = torch.randn(2, 4 + 2 + 2, 64)
+    wide = torch.zeros(2, 2, 4, 64)
+    decode(
+        fused[:, :4], both[:, 0], both[:, 1], paged.tables, paged.lengths, scale=0.2, out=wide[:, 1]
+    )
+    places = (fused[:, :4], paged.keys, paged.values, paged.tables, paged.lengths)
+    assert_close(wide[:, 1], plain.decode(*places, scale=0.2))
+    assert not wide[:, 0].any()
+
+
+def test_blocks_past_65535_at_offsets_past_2_to_the_31_are_read() -> None:
+    # 2.1 GiB that nobody touches but for the last block.
+    last = 139_999
+    cache = torch.empty(last + 1, 16, 1, 1024, dtype=torch.int8)[..., :64]
+    assert cache.stride(0) * last > 2**31
+    content = torch.randint(-127, 128, (2, 16, 1, 64), dtype=torch.int8)
+    scales = torch.empty(last + 1, 16, 1)
+    scales[last] = 0.01
+    queries, table = torch.randn(1, 2, 64), torch.tensor([[last]], dtype=torch.int32)
+    lengths = torch.tensor([13], dtype=torch.int32)
+    cache[last] = content[0]
+    got = decode(
+        queries, cache, cache, table, lengths, scale=0.1, key_scales=scales, value_scales=scales
+    )
+    small = content[0][None].float() * 0.01
+    assert_close(got, plain.decode(queries, small, small, table * 0, lengths, scale=0.1))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_nothing_outside_the_tables_reaches_the_result(data: st.DataObject) -> None:
+    block_size = data.draw(st.sampled_from([8, 16, 32]))
+    lengths = data.draw(st.lists(st.integers(0, 5 * block_size), min_size=1, max_size=5))
+    needed = sum(-(-length // block_size) for length in lengths)
+    order = data.draw(st.permutations(range(1, needed + 4)))
+    stored = data.draw(st.sampled_from([torch.float32, torch.int8, torch.float8_e4m3fn]))
+    window = data.draw(st.none() | st.integers(1, 3 * block_size))
+    splits = data.draw(st.sampled_from([None, 1, 2, 5]))
+    paged = Paged.random(
+        lengths, kv_heads=1, head_dim=16, block_size=block_size, stored=stored, order=order
+    )
+    check(paged, 2, asked=Options(window=window), splits=splits)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    paged = Paged.random([9])
+    rest = (paged.tables, paged.lengths)
+    queries = torch.randn(1, 4, 64)
+    with pytest.raises(ValueError, match="5 heads of 64 cannot read 2 KV heads"):
+        decode(torch.randn(1, 5, 64), paged.keys, paged.values, *rest, scale=1.0)
+    with pytest.raises(ValueError, match="both must be the same"):
+        decode(queries, paged.keys, paged.values.half(), *rest, scale=1.0)
+    scales = torch.ones(paged.keys.shape[:3])
+    with pytest.raises(ValueError, match="go together"):
+        decode(queries, paged.keys, paged.values, *rest, scale=1.0, key_scales=scales)
+    with pytest.raises(ValueError, match="side by side"):
+        decode(queries[..., ::2], paged.keys[..., ::2], paged.values[..., ::2], *rest, scale=1.0)
+
+
+@pytest.mark.parametrize("slots", [216, 396])
+def test_a_device_is_filled_by_few_sequences_and_not_flooded_by_many(slots: int) -> None:
+    assert choose_splits(8, 200, slots) == 1
+    assert choose_splits(8, 16_384, slots) * 8 >= slots * 0.75
+    for units in (1, 8, 64, 512, 4096):
+        for longest in (1, 300, 2048, 131_072):
+            splits = choose_splits(units, longest, slots)
+            assert 1 <= splits <= 64
+            assert splits == 1 or splits * units <= 8 * slots
