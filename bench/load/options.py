@@ -158,6 +158,9 @@ def parse(description: str, argv: Sequence[str] | None = None) -> argparse.Names
         flags.error("a chat is a closed loop; give --concurrency, the conversations held at once")
     if options.speedup and options.workload not in ("azure", "mooncake"):
         flags.error("--speedup needs a trace: --workload azure or mooncake")
+    texts = options.data and options.workload in ("sharegpt", "chat")
+    if texts and options.seconds and not options.requests:
+        flags.error("give --requests too, as a bound: texts are tokenized before they are sent")
     if not options.rate and not options.speedup:
         options.concurrency = options.concurrency or 8
     if not options.requests and not options.seconds:

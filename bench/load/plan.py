@@ -124,6 +124,8 @@ class Plan:
         counted: Iterator[Request] = source
         if options.requests:
             counted = iter(self._drawn(source, options.requests))
+        elif options.speedup:
+            counted = iter(list(workloads.within(source, options.seconds * options.speedup)))
 
         async def run(client: Client, done: Done) -> list[Record]:
             requests: Iterable[Request] = counted
@@ -166,7 +168,7 @@ class Plan:
                 [options.input] + [options.followup] * (options.turns - 1), seed
             )
         )
-        held = islice(dialogues, options.requests)
+        held = iter(list(islice(dialogues, options.requests))) if options.requests else dialogues
 
         async def run(client: Client, done: Done) -> list[Record]:
             return await chat.converse(

@@ -95,6 +95,16 @@ def traced(
         yield Request(outputs, prompt, at=arrival.at)
 
 
+def within(requests: Iterator[Request], seconds: float) -> Iterator[Request]:
+    """The requests that a trace has arrive in the seconds after its first one."""
+    first: float | None = None
+    for request in requests:
+        first = request.at if first is None else first
+        if request.at - first > seconds:
+            return
+        yield request
+
+
 def conversations(
     records: Sequence[Sequence[tuple[str, str]]],
     encode: Callable[[str], list[int]],

@@ -220,6 +220,11 @@ def test_a_traces_own_arrivals_begin_at_once_and_can_be_sped_up() -> None:
     assert as_traced(requests, 2.0) == [0.0, 1.0, 2.5]
 
 
+def test_a_trace_can_be_cut_to_its_first_seconds() -> None:
+    requests = (Request(1, at=at) for at in (10.0, 12.0, 12.5, 15.0))
+    assert [request.at for request in workloads.within(requests, 2.0)] == [10.0, 12.0]
+
+
 def test_poisson_arrivals_come_at_the_rate_on_average() -> None:
     arrivals = list(itertools.islice(poisson(4.0, random.Random(1)), 4000))
     assert arrivals == sorted(arrivals)
@@ -583,6 +588,7 @@ def test_failed_requests_are_counted_by_kind_and_told_by_the_status(
         ["--workload", "chat", "--rate", "2"],
         ["--share", "both"],
         ["--requests", "0"],
+        ["--workload", "sharegpt", "--data", "x.json", "--seconds", "9"],
         ["--body", "[]"],
     ],
 )
