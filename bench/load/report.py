@@ -30,12 +30,13 @@ def table(summary: Summary) -> str:
         f"{summary.output_tokens_per_s:.1f} output tokens/s, {summary.total_tokens_per_s:.1f} tokens/s",
         f"tokens: {summary.prompt_tokens} in ({summary.cached_tokens} of them cached), "
         f"{summary.output_tokens} out",
-        f"{'ms':<24}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
-    for name in SPREADS:
-        spread: Spread = getattr(summary, name)
-        values = (spread.mean, spread.p50, spread.p90, spread.p99)
-        lines.append(f"{_NAMES[name]:<24}" + "".join(f"{value:>10.2f}" for value in values))
+    if summary.completed:
+        lines.append(f"{'ms':<24}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
+        for name in SPREADS:
+            spread: Spread = getattr(summary, name)
+            values = (spread.mean, spread.p50, spread.p90, spread.p99)
+            lines.append(f"{_NAMES[name]:<24}" + "".join(f"{value:>10.2f}" for value in values))
     lines += _groups(summary)
     if summary.short:
         lines.append(

@@ -86,8 +86,10 @@ def _ratio(first: float, second: float) -> float:
 def table(comparisons: Sequence[Comparison], names: tuple[str, str]) -> str:
     """All figures in one table: medians of the rounds, and the ratio with its spread."""
     width = max(len(comparison.name) for comparison in comparisons)
+    rounds = len(comparisons[0].first)
     lines = [
-        f"A = {names[0]}, B = {names[1]}; medians of {len(comparisons[0].first)} rounds",
+        f"A = {names[0]}, B = {names[1]}; "
+        + (f"medians of {rounds} rounds" if rounds > 1 else "one round"),
         f"{'':<{width}}{'A':>12}{'B':>12}{'A / B':>10}{'(min - max)':>18}   better",
     ]
     for each in comparisons:
