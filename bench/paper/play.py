@@ -26,6 +26,7 @@ from executor.plan import Drawn, Plan
 from executor.scheduler import Deltas, Scheduler
 from executor.server import Server
 from executor.worker import Worker
+from wire.errors import Code
 from wire.generate import Failed, Submit
 from wire.sampling import Sampling
 
@@ -185,8 +186,9 @@ class Desk:
                     del self._open[delta.id]
                     record.last = now
                     self._bar.update()
-        if failed and not self.draining:
-            raise RuntimeError(f"request {failed[0][1].id} failed: {failed[0][1].message}")
+        for _, failure in failed:
+            if failure.code is not Code.UNAVAILABLE:  # which is only said when the engine ends
+                raise RuntimeError(f"request {failure.id} failed: {failure.message}")
 
     def send_status(self) -> None:
         pass
@@ -357,12 +359,21 @@ def play(
     outcome = Outcome(list(desk.records.values()))
     until = requests[-1].arrival if requests else 0.0
     watch = Watch(runner, scheduler, memory, clock, outcome, warm, until)
-    engine = Engine(scheduler, memory, watch, cast(Server, desk), worker=worker, clock=clock)
+    engine = Engine(
+        scheduler,
+        memory,
+        watch,
+        cast(Server, desk),
+        worker=worker,
+        drain_seconds=0.0,
+        clock=clock,
+    )
 
     def stop() -> None:
-        desk.draining = True
-        engine.stop()
-        engine.stop()
+        # Once: a second time would leave a step behind that is still being computed.
+        if not desk.draining:
+            desk.draining = True
+            engine.stop()
 
     desk.stop = stop
     engine.run()

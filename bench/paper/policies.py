@@ -36,6 +36,7 @@ from wire.memory import (
 
 INSTANCE = "a" * 32
 POOL = "paper"
+LEASE = 3600.0  # seconds: there is nobody to lose it to
 
 
 class Policy(StrEnum):
@@ -91,7 +92,9 @@ class Paged:
             clock: in seconds; memd is told it.
             reuse: whether prompts may find cached prefixes.
         """
-        self.core = Memory(boot_id="b", epoch=1, key=b"k" * 32, journal_size=1)
+        self.core = Memory(
+            boot_id="b", epoch=1, key=b"k" * 32, lease_ms=int(1000 * LEASE), journal_size=1
+        )
         self.slots = blocks * block_size
         self.waited_us = 0
         self._size = block_size
@@ -104,7 +107,7 @@ class Paged:
 
     @property
     def lease(self) -> float:
-        return 3.0
+        return LEASE
 
     def register(self, idle: Idle) -> None:
         reply = self.core.handle(self._clock(), Register(PROTOCOL, INSTANCE, self._spec))

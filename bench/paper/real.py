@@ -3,29 +3,33 @@
 Computation is the same for all policies, only who may enter differs. Lengths are ShareGPT's over
 `--shrink`, the longest sequence 2,048 over it. The paper's gain needs a device on which a larger batch
 costs little more time. An A100 is one up to some hundred requests, this CPU up to about eight (a step
-takes 8.8, 12.5, 19.1 and 64.1 ms at 1, 8, 16 and 64 streams), so the default pool holds two of the
-longest sequences, where paged memory runs about eight requests at once. With the paper's proportion
-(`--slots 3925`, 7.7 of the longest) all policies are bound by computing.
+takes 8.8, 12.5, 19.1 and 64.1 ms at 1, 8, 16 and 64 streams), so the default pool holds one and a half of
+the longest sequences, where paged memory runs about six requests at once. With the paper's proportion,
+7.7 of the longest (`--slots 3925`), all policies are bound by computing and differ little.
 
-    python -m bench.paper.real [--minutes 0.33] [--slots 1024] [--policies …] [--out DIR]
+    python -m bench.paper.real [--minutes 0.33] [--slots 768] [--policies …] [--out DIR]
     python -m bench.paper.real --prefix      instead: a shared prefix of 341 tokens, with and without reuse
     python -m bench.paper.real --blocks      instead: the same load by block size (Fig. 18b)
+    python -m bench.paper.real --modelled --minutes 3     instead: on a virtual CPU, to see other pools
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import statistics
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from bench.paper import report
+from bench.paper.device import CPU
 from bench.paper.latency import Curve, Play, curve, draw_curves, sustained
-from bench.paper.play import Outcome, RealClock, play, random_prompt
+from bench.paper.play import Outcome, RealClock, play, random_prompt, simulate
 from bench.paper.policies import Policy, blocks_beneath
 from bench.paper.workload import LONGEST, SHAREGPT, Pair, Request, poisson, scaled
 from executor.load import DEFAULT_MODEL, LoadedModel, load_model
@@ -40,6 +44,40 @@ LIMIT = 0.05  # seconds a token
 PATIENCE = 12.0  # seconds
 PREFIX = 341  # tokens of the paper's five examples
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)  # of blocks; the native bfloat16 step wants even ones
+
+
+class Place(Protocol):
+    """Where runs take place."""
+
+    slots: int
+
+    def play(
+        self, policy: Policy, requests: Sequence[Request], progress: str, end: float
+    ) -> Outcome: ...
+
+
+class Modelled:
+    """A virtual CPU: what `Machine` does, in a fraction of the time, as far as the time model holds."""
+
+    def __init__(self, slots: int, longest: int) -> None:
+        self.slots = slots
+        self._longest = longest
+
+    def play(
+        self, policy: Policy, requests: Sequence[Request], progress: str, end: float
+    ) -> Outcome:
+        flooded = math.isfinite(end)
+        return simulate(
+            requests,
+            policy,
+            dataclasses.replace(CPU, slots=self.slots),
+            longest=self._longest,
+            step_tokens=STEP_TOKENS,
+            warm=end / 4 if flooded else 0.0,
+            patience=math.inf if flooded else PATIENCE,
+            end=end,
+            progress=progress,
+        )
 
 
 class Machine:
@@ -118,16 +156,20 @@ def _load() -> LoadedModel:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__, minutes=1 / 3)
-    parser.add_argument("--slots", type=int, default=1024, help="of the pool (%(default)s)")
+    parser.add_argument("--slots", type=int, default=768, help="of the pool (%(default)s)")
     parser.add_argument("--shrink", type=int, default=4, help="lengths are divided by it")
     parser.add_argument("--policies", default=",".join(Policy))
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--prefix", action="store_true")
     instead.add_argument("--blocks", action="store_true")
+    instead.add_argument("--modelled", action="store_true")
     options = parser.parse_args(argv)
     longest = LONGEST // options.shrink
     means = (SHAREGPT[0] / options.shrink, SHAREGPT[1] / options.shrink)
     pairs = scaled(report.lengths("sharegpt", options), means, longest)
+    if options.modelled:
+        compare(Modelled(options.slots, longest), pairs, options)
+        return 0
     machine = Machine(options.slots, longest + PREFIX if options.prefix else longest)
     try:
         if options.prefix:
@@ -141,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def compare(machine: Machine, pairs: Sequence[Pair], options: argparse.Namespace) -> None:
+def compare(machine: Place, pairs: Sequence[Pair], options: argparse.Namespace) -> None:
     """Latency against rate for each policy, and the rates at equal latency."""
     curves: dict[str, Curve] = {}
     floods: dict[str, Outcome] = {}
@@ -174,7 +216,7 @@ def compare(machine: Machine, pairs: Sequence[Pair], options: argparse.Namespace
     draw_curves(curves, "on this CPU (the paper's Fig. 12)", "paper-real", options.out, LIMIT)
 
 
-def _keeping_flood(machine: Machine, policy: Policy, floods: dict[str, Outcome]) -> Play:
+def _keeping_flood(machine: Place, policy: Policy, floods: dict[str, Outcome]) -> Play:
     def run(requests: Sequence[Request], progress: str, end: float) -> Outcome:
         outcome = machine.play(policy, requests, progress, end)
         if math.isfinite(end):
