@@ -245,7 +245,7 @@ def _meta(group: int, head_dim: int, element_bytes: int, longest: int, arch: str
     """Sizes of a program, by what its registers and shared memory hold.
 
     128 rows let K and V cross from the L2 cache slowly enough for tensor cores to run at their rate: 64 rows
-    would ask twice the bandwidth of it. Eight warps share the sums, which would not fit the registers of four.
+    would ask twice the bandwidth of it. Eight warps share sums that would not fit into the registers of four.
     Tiles are 16 KB of K and of V; five stages keep the next pair on the way (see `kernels.decode`). Short
     chunks get fewer rows, so that they do not multiply zeros. float32 has no tensor cores to feed.
     """
