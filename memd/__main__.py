@@ -15,11 +15,11 @@ import uvloop
 import zmq
 
 from memd import compiled
+from wire.clock import PauseClock
 
 CORE = "compiled" if compiled.prefer() else "plain"  # before anything imports a module of it
 
 from memd.admin import Admin
-from memd.clock import PauseClock
 from memd.config import BadConfig, Config, check, read
 from memd.core import Memory
 from memd.epoch import AlreadyRunning, RunLock, identify

@@ -44,6 +44,7 @@ class Memory:
         lease_ms: how long a registration outlives its last valid message.
         reserves: tenant -> share of each pool's blocks that its cached prefixes keep against other tenants.
         hash_bits: a test hook: cut the prefix hash so that collisions happen.
+        spare: a test hook: blocks each pool keeps free; by default a small share of it.
         journal_size: most inputs remembered.
 
     Raises:
@@ -59,6 +60,7 @@ class Memory:
         lease_ms: int = 3000,
         reserves: Mapping[str, float] | None = None,
         hash_bits: int = 256,
+        spare: int = -1,
         journal_size: int = 10_000,
     ) -> None:
         shares = dict(reserves or {})
@@ -74,19 +76,39 @@ class Memory:
         self._key = key
         self._reserves = shares
         self._hash_bits = hash_bits
+        self._spare = spare
         self._generation = 0  # of the last registration
         self._pools: dict[str, Pool] = {}
         self._by_generation: dict[int, Pool] = {}
-        self.pools: Mapping[str, Pool] = MappingProxyType(self._pools)
         self.leases = Leases(lease_ms / 1000)
         self._ended: list[Ended] = []
+        self._unsettled: Pool | None = None  # granted a step that is not finished
         self.journal = Journal(journal_size)
         self._encode = MemoryCodec().encode
+
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        """By name, with every step finished."""
+        self.settle()
+        return MappingProxyType(self._pools)
 
     # ------------------------------------------------------------ messages
 
     def handle(self, now: float, request: Request, packed: bytes | None = None) -> Reply:
-        """Answer one message. Never raises for a request that was decoded.
+        """Answer one message, and finish what it began. Never raises for a request that was decoded."""
+        reply = self.answer(now, request, packed)
+        self.settle()
+        return reply
+
+    def settle(self) -> None:
+        """Finish the step answered last. Whatever comes next does this first, so the state is the same
+        function of the inputs whenever it is called; a server calls it when the answer has gone."""
+        pool, self._unsettled = self._unsettled, None
+        if pool is not None:
+            steps.settle(pool)
+
+    def answer(self, now: float, request: Request, packed: bytes | None = None) -> Reply:
+        """The reply to one message; what no reply depends on is left to `settle`.
 
         A `Goodbye` is answered by a `Granted` of number 0.
 
@@ -94,6 +116,8 @@ class Memory:
             now: seconds on any clock that never goes back.
             packed: the request as it came, to spare encoding it again for the journal.
         """
+        if self._unsettled is not None:
+            self.settle()
         self.journal.add(now, "request", packed or self._encode(request))
         match request:
             case Step():
@@ -141,6 +165,7 @@ class Memory:
             secret=self._key,
             reserves=self._reserves,
             hash_bits=self._hash_bits,
+            spare=self._spare,
         )
         self._pools[spec.name] = self._by_generation[pool.generation] = pool
         self.leases.renew(pool.generation, now)
@@ -167,6 +192,7 @@ class Memory:
             return self._reject(step.number, *problem)
         self.leases.renew(pool.generation, now)
         changes, copies, admitted, refused = steps.apply(pool, step)
+        self._unsettled = pool
         pool.number = step.number
         pool.reply = Granted(
             self.boot_id,
@@ -213,6 +239,7 @@ class Memory:
 
     def tick(self, now: float) -> list[Ended]:
         """End expired leases; returns every registration that ended since the last tick, for any reason."""
+        self.settle()
         expired = self.leases.expired(now)
         if expired:
             self.journal.add(now, "tick", b"")
@@ -277,7 +304,7 @@ class Memory:
         return held.reset_cache()
 
     def _named(self, pool: str) -> Pool:
-        held = self._pools.get(pool)
+        held = self.pools.get(pool)
         if held is None:
             raise Refused(
                 Code.INVALID, f"no pool is named {pool}; there are: {sorted(self._pools)}"
@@ -292,6 +319,7 @@ class Memory:
         Raises:
             Broken: with one line for each thing that is wrong.
         """
+        self.settle()
         found = [line for pool in self._pools.values() for line in invariants.broken(pool)]
         if {pool.generation: pool for pool in self._pools.values()} != self._by_generation:
             found.append("pools by name and by generation differ")
@@ -300,6 +328,7 @@ class Memory:
 
     def digest(self) -> bytes:
         """32 bytes that are equal exactly for equal states, eviction order and last replies included."""
+        self.settle()
         return snapshot.digest(
             [
                 self.boot_id,

@@ -75,6 +75,12 @@ def _references(pool: Pool) -> Iterator[str]:
 def _tables(pool: Pool) -> Iterator[str]:
     """Tables have the right length and are sealed as far as they say."""
     size = pool.block_size
+    if pool.unsealed:
+        yield f"{len(pool.unsealed)} tables wait to be sealed after the step is over"
+    for change in pool.late:
+        late = pool.sequences.get(change.seq)
+        if late is None or late.blocks[change.index] != change.blocks[0]:
+            yield f"a change to be told is not so: {change}"
     for seq, table in pool.sequences.items():
         if table.seq != seq:
             yield f"sequence {seq} is filed under the wrong id {table.seq}"

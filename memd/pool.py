@@ -18,7 +18,10 @@ from dataclasses import dataclass, fields
 
 from memd.prefix import Lru, Node, PrefixIndex
 from memd.tables import Table
-from wire.memory import Granted, PoolSpec
+from wire.memory import Change, Granted, PoolSpec
+
+MOST_SPARE = 64  # blocks kept free, where the pool is large enough
+SPARE_SHARE = 256  # one block in so many
 
 
 @dataclass(slots=True)
@@ -56,9 +59,13 @@ class Pool:
         name, spec, generation, instance: identity.
         refs, nodes, grants: per block, as far as blocks were ever granted: references, content identity (None
             while not sealed), and how often the block was granted (its own generation).
+        spare: blocks that are kept free after every step, as far as cached ones can be given up for it.
         quarantine: blocks that are cached again when the next step begins.
         pins: block -> pins that reference it.
         sequences: live block tables by sequence id.
+        unsealed: tables whose commit filled blocks up to a logical number with the ids sent; empty between
+            two steps.
+        late: changes of the last step that were made after its reply; the next one tells them first.
         counters: events so far.
         number, reply: the last step answered, and the answer.
         highest: the highest sequence id a granted step has named.
@@ -73,6 +80,7 @@ class Pool:
         secret: bytes,
         reserves: Mapping[str, float],
         hash_bits: int = 256,
+        spare: int = -1,
     ) -> None:
         self.name = spec.name
         self.spec = spec
@@ -83,6 +91,7 @@ class Pool:
         self.refs: list[int] = [0]
         self.nodes: list[Node | None] = [None]
         self.grants: list[int] = [0]
+        self.spare = spare if spare >= 0 else min(MOST_SPARE, self.total // SPARE_SHARE)
         self.free: list[int] = []  # a stack; blocks never granted yet are not in it
         self.quarantine: dict[int, None] = {}
         self.pins: dict[int, int] = {}
@@ -93,6 +102,8 @@ class Pool:
         salt = "\0".join((spec.model, spec.dtype, str(spec.block_size))).encode()
         self.index = PrefixIndex(secret, salt, spec.block_size, hash_bits)
         self.sequences: dict[int, Table] = {}
+        self.unsealed: list[tuple[Table, int, bytes]] = []
+        self.late: list[Change] = []
         self.counters = Counters()
         self.number = 0
         self.reply: Granted | None = None
@@ -170,6 +181,13 @@ class Pool:
         self.nodes[block] = None
         self.counters.evictions += 1
         return block
+
+    def top_up(self) -> None:
+        """Give up cached blocks that anyone may take until `spare` are free: a grant then need not evict."""
+        missing = self.spare - self.free_blocks()
+        if missing > 0:
+            for _ in range(min(missing, self.available(self.common) - self.free_blocks())):
+                self.free.append(self._evict(self.common))
 
     def take(self, node: Node) -> None:
         """Reference a sealed block."""

@@ -39,6 +39,7 @@ def memory(pool: Pool) -> list[Any]:
         [list(lru.items()) for lru in (pool.common, *pool.reserved.values())],
         list(pool.quarantine),
         sorted(pool.pins.items()),
+        pool.late,
         [
             [
                 node.block,

@@ -1,8 +1,10 @@
 """One step on one pool: look at the whole of it, then do it.
 
 `problem` finds what makes a step invalid before anything has changed, so that a bad step is refused whole;
-`apply` can then no longer fail, except that single items lack blocks. Order: commits, fills, frees, forks,
-appends, admits.
+`apply` can then no longer fail, except that single items lack blocks; `settle` does afterwards what no part
+of the reply depends on. Order: commits, fills, frees, forks, appends, admits. Blocks that commits filled are
+sealed before the frees where the step has frees, forks or admits, which look at what is sealed, and by
+`settle` where it has none.
 """
 
 from __future__ import annotations
@@ -170,15 +172,20 @@ def _bad_growth(pool: Pool, step: Step) -> Problem | None:
 
 
 def apply(pool: Pool, step: Step) -> tuple[list[Change], list[Copy], list[Admitted], list[Refusal]]:
-    """Carry out a step without a `problem`."""
-    changes: list[Change] = []
+    """Carry out a step without a `problem`; `settle` must follow before anything else is done to the pool."""
+    changes, pool.late = pool.late, []
+    if changes and step.frees:
+        gone = set(step.frees)
+        changes = [change for change in changes if change.seq not in gone]
     copies: list[Copy] = []
     admitted: list[Admitted] = []
     refused: list[Refusal] = []
     if pool.quarantine:
         pool.end_quarantine()
     for commit in step.commits:
-        tables.commit(pool, commit, changes)
+        tables.commit(pool, commit)
+    if pool.unsealed and (step.frees or step.forks or step.admits):
+        tables.seal(pool, changes)
     if step.fills:
         for seq, tokens in iter_unpack(_PAIR, step.fills):
             table = pool.sequences[seq]
@@ -199,6 +206,17 @@ def apply(pool: Pool, step: Step) -> tuple[list[Change], list[Copy], list[Admitt
     pool.counters.steps += 1
     pool.counters.refusals += len(refused)
     return changes, copies, admitted, refused
+
+
+def settle(pool: Pool) -> None:
+    """Finish a step whose reply may be on its way: seal, and have blocks ready for the next one.
+
+    A merge found here is told by the next reply. Until then the executor's table names the merged block, and
+    its content stays: it can be granted by that same reply at the earliest, which the device obeys later.
+    """
+    if pool.unsealed:
+        tables.seal(pool, pool.late)
+    pool.top_up()
 
 
 def _admits(

@@ -58,8 +58,8 @@ class Table:
         return self.tokens if self.borrowed else len(self.blocks) * block_size
 
 
-def commit(pool: Pool, item: Commit, changes: list[Change]) -> None:
-    """KV of the first `computed` tokens is written: seal what is full, merge what is sealed elsewhere."""
+def commit(pool: Pool, item: Commit) -> None:
+    """KV of the first `computed` tokens is written. Blocks that are full now wait in `pool.unsealed`."""
     table = pool.sequences[item.seq]
     if item.tokens:
         table.known += item.tokens
@@ -68,7 +68,14 @@ def commit(pool: Pool, item: Commit, changes: list[Change]) -> None:
         table.tokens = computed
     full = computed // pool.block_size
     if table.sealed < full:
-        _seal(pool, table, full, item.tokens, changes)
+        pool.unsealed.append((table, full, item.tokens))
+
+
+def seal(pool: Pool, changes: list[Change]) -> None:
+    """Seal what waits for it, and merge what is sealed elsewhere."""
+    for table, full, sent in pool.unsealed:
+        _seal(pool, table, full, sent, changes)
+    pool.unsealed.clear()
 
 
 def _seal(pool: Pool, table: Table, full: int, sent: bytes, changes: list[Change]) -> None:

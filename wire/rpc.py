@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ from typing import Self
 import zmq
 
 MAX_IPC_PATH = 107  # bytes in sockaddr_un.sun_path, less the closing zero
+
+# Made once: zmq's flags are Python enums, and adding two takes longer than sending.
+_NOW = int(zmq.NOBLOCK)
+_NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_CAN_RECEIVE = int(zmq.POLLIN)
 
 
 class PeerGone(Exception):
@@ -94,13 +100,15 @@ class _Socket:
         self._kind = kind
         self._limits = limits
         self.raw = self._open()
-        self._poller = self._watching()
+        self._watch_raw()
+        self.empty = False  # looked since the last send, and nothing waited
 
-    def _watching(self) -> zmq.Poller:
-        """Made once: a socket's own `poll` makes one for every call."""
-        poller = zmq.Poller()
-        poller.register(self.raw, zmq.POLLIN)
-        return poller
+    def _watch_raw(self) -> None:
+        """Pollers are made once: a socket's own `poll` makes one for every call."""
+        self._poller = zmq.Poller()
+        self._poller.register(self.raw, zmq.POLLIN)
+        self._edge = select.poll()
+        self._edge.register(int(self.raw.get(zmq.FD)), select.POLLIN)
 
     def _open(self) -> zmq.Socket[bytes]:
         raw: zmq.Socket[bytes] = self._context.socket(self._kind)
@@ -131,9 +139,25 @@ class _Socket:
         """Wait until something can be received; False after `timeout_ms`."""
         return bool(self._poller.poll(timeout_ms))
 
-    def _more(self) -> bool:
+    def quiet(self, timeout_ms: int) -> bool:
+        """Sleep until something may be received; True after `timeout_ms` without. Cheaper than `poll`."""
+        if not self.empty and self.more():
+            return False
+        # libzmq only signals its descriptor to someone who has seen that there is nothing more.
+        self.empty = not self._edge.poll(timeout_ms)
+        return self.empty
+
+    def more(self) -> bool:
         """Whether a message waits. Trying to take one costs three times as much where none does."""
-        return bool(int(self.raw.get(zmq.EVENTS)) & zmq.POLLIN)
+        self.empty = not int(self.raw.get(zmq.EVENTS)) & _CAN_RECEIVE
+        return not self.empty
+
+    def _skip_rest(self) -> bool:
+        """Drop the parts that follow the one just taken; whether there were any."""
+        more = bool(self.raw.getsockopt(zmq.RCVMORE))
+        while more and self.raw.getsockopt(zmq.RCVMORE):
+            self.raw.recv(_NOW)
+        return more
 
     def close(self) -> None:
         self.raw.close(linger=0)
@@ -186,12 +210,15 @@ class Router(_Socket):
         """Yield up to `most` waiting (peer, payload) pairs; messages of any other shape are dropped."""
         for _ in range(most):
             try:
-                parts = self.raw.recv_multipart(zmq.NOBLOCK)
+                peer = self.raw.recv(_NOW)
             except zmq.Again:
+                self.empty = True
                 return
-            if len(parts) == 2:
-                yield parts[0], parts[1]
-            if not self._more():
+            payload = self.raw.recv(_NOW)  # a message is there whole, or not at all
+            self.empty = False
+            if not self._skip_rest():
+                yield peer, payload
+            if self.empty or not self.more():
                 return
 
     def send(self, peer: bytes, payload: bytes) -> None:
@@ -201,9 +228,10 @@ class Router(_Socket):
             PeerGone: it is not connected.
             PeerSlow: its queue is full.
         """
+        self.empty = False
         try:
-            self.raw.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
-            self.raw.send(payload, zmq.NOBLOCK)
+            self.raw.send(peer, _NOW_AND_MORE)
+            self.raw.send(payload, _NOW)
         except zmq.Again:
             raise PeerSlow from None
         except zmq.ZMQError as error:
@@ -225,19 +253,21 @@ class Dealer(_Socket):
         one, from a message larger than the limit."""
         self.raw.close(linger=0)
         self.raw = self._open()
-        self._poller = self._watching()
+        self._watch_raw()
         self.raw.connect(self._endpoint)
 
     def receive(self, most: int = 1024) -> Iterator[bytes]:
         """Yield up to `most` waiting payloads; messages of more than one part are dropped."""
         for _ in range(most):
             try:
-                parts = self.raw.recv_multipart(zmq.NOBLOCK)
+                payload = self.raw.recv(_NOW)
             except zmq.Again:
+                self.empty = True
                 return
-            if len(parts) == 1:
-                yield parts[0]
-            if not self._more():
+            self.empty = False
+            if not self._skip_rest():
+                yield payload
+            if self.empty or not self.more():
                 return
 
     def send(self, payload: bytes) -> None:
@@ -246,8 +276,9 @@ class Dealer(_Socket):
         Raises:
             PeerGone: nobody is connected, or the queue is full.
         """
+        self.empty = False
         try:
-            self.raw.send(payload, zmq.NOBLOCK)
+            self.raw.send(payload, _NOW)
         except zmq.Again:
             raise PeerGone from None
 
@@ -266,9 +297,10 @@ def watch(
     def ready() -> None:
         if stopped or socket.closed:
             return
+        socket.empty = False
         drain()
         # More than one drain's worth, or an edge lost to a send inside it: come back soon.
-        if not socket.closed and int(socket.raw.get(zmq.EVENTS)) & zmq.POLLIN:
+        if not socket.empty and not socket.closed and socket.more():
             loop.call_soon(ready)
 
     def tick() -> None:

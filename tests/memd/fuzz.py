@@ -170,7 +170,13 @@ def fuzz(seed: int, operations: int, build: Build = Memory, hash_bits: int = 256
     while done < operations:
         reserves = {"red": 0.2, "blue": 0.1} if rng.random() < 0.2 else None
         memory = build(
-            boot_id="boot", epoch=7, key=KEY, hash_bits=hash_bits, reserves=reserves, journal_size=1
+            boot_id="boot",
+            epoch=7,
+            key=KEY,
+            hash_bits=hash_bits,
+            reserves=reserves,
+            spare=rng.choice((0, 0, 1, 3)),
+            journal_size=1,
         )
         size = rng.choice((1, 2, 3, 4, 4, 4))
         blocks = rng.choice((2, 4, 8, 11, 11, 16, 24))

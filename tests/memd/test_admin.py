@@ -18,12 +18,12 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from memd.admin import Admin
-from memd.clock import PauseClock
 from memd.config import Config
 from memd.metrics import registry
 from memd.server import Server
 from tests.memd.daemon import Answer, Daemon, Executor, running, stop
 from tests.memd.driver import ME, Driver, memory, pack, spec
+from wire.clock import PauseClock
 from wire.memory import Admit, Commit, Fork, Goodbye, Granted, Register, Step
 from wire.rpc import Limits, Router, ipc
 

@@ -6,12 +6,20 @@ import random
 
 import pytest
 
+from memd.core import Memory
 from memd.journal import Journal, replay
 from tests.memd import fuzz
-from tests.memd.driver import Driver, memory
+from tests.memd.driver import KEY, Driver, memory
 from tests.memd.naive import Naive
 from wire.errors import Refused
-from wire.memory import Goodbye
+from wire.memory import Goodbye, Reply, Request
+
+
+class Hurried(Memory):
+    """Finishes a step only when something else comes, as in a server that has no time between two steps."""
+
+    def handle(self, now: float, request: Request, packed: bytes | None = None) -> Reply:
+        return self.answer(now, request, packed)
 
 
 def test_it_keeps_the_newest_entries_within_its_bounds() -> None:
@@ -28,7 +36,7 @@ def test_it_keeps_the_newest_entries_within_its_bounds() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_random_life_replays_to_the_same_digest(seed: int) -> None:
     rng = random.Random(seed)
-    one = Driver(11, 4, hash_bits=rng.choice((256, 3)), reserves={"red": 0.1})
+    one = Driver(11, 4, hash_bits=rng.choice((256, 3)), reserves={"red": 0.1}, spare=seed % 3)
     naive = Naive(one, exact_hash=False)
     for _ in range(120):
         for _ in range(rng.randint(1, 5)):
@@ -40,8 +48,13 @@ def test_a_random_life_replays_to_the_same_digest(seed: int) -> None:
         if rng.random() < 0.02:
             fuzz.end_registration(rng, naive)
     assert one.memory.journal.complete
-    fresh = memory(hash_bits=one.pool.index._cut or 256, reserves={"red": 0.1})
+    hash_bits = one.pool.index._cut or 256
+    fresh = memory(hash_bits=hash_bits, reserves={"red": 0.1}, spare=seed % 3)
     assert replay(one.memory.journal, fresh).digest() == one.memory.digest()
+    hurried = Hurried(
+        boot_id="boot", epoch=7, key=KEY, hash_bits=hash_bits, reserves={"red": 0.1}, spare=seed % 3
+    )
+    assert replay(one.memory.journal, hurried).digest() == one.memory.digest()
 
 
 def test_operators_actions_and_ended_leases_replay_too() -> None:

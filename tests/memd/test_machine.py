@@ -70,10 +70,12 @@ class Executor(RuleBasedStateMachine):
         blocks=st.sampled_from([11, 4, 8, 16]),
         size=st.sampled_from([4, 2, 3, 1]),
         hash_bits=st.sampled_from([256, 256, 4, 1]),
+        spare=st.sampled_from([0, 0, 1, 3]),
         prompt=st.lists(token, min_size=1, max_size=9),
     )
-    def start(self, blocks: int, size: int, hash_bits: int, prompt: list[int]) -> None:
-        self.naive = Naive(Driver(blocks, size, hash_bits=hash_bits), exact_hash=hash_bits == 256)
+    def start(self, blocks: int, size: int, hash_bits: int, spare: int, prompt: list[int]) -> None:
+        driver = Driver(blocks, size, hash_bits=hash_bits, spare=spare)
+        self.naive = Naive(driver, exact_hash=hash_bits == 256)
         self.admit(prompt, 1 << 20)
 
     def admit(

@@ -139,6 +139,41 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            pass\n        self.quarantine.clear()",
     ),
     "a merge keeps the merged block": ("tables", "        pool.release(block)\n", ""),
+    "a merge found late is never told": (
+        "steps",
+        "tables.seal(pool, pool.late)",
+        "tables.seal(pool, [])",
+    ),
+    "a merge found late is told of a sequence that ended": (
+        "steps",
+        "if change.seq not in gone",
+        "if change.seq",
+    ),
+    "a sequence ends before its last blocks are sealed": (
+        "steps",
+        "if pool.unsealed and (step.frees or step.forks or step.admits):",
+        "if pool.unsealed and (step.forks or step.admits):",
+    ),
+    "an admission does not see what its own step commits": (
+        "steps",
+        "if pool.unsealed and (step.frees or step.forks or step.admits):",
+        "if pool.unsealed and step.frees:",
+    ),
+    "what waits to be sealed is forgotten": (
+        "tables",
+        "        _seal(pool, table, full, sent, changes)\n    pool.unsealed",
+        "        pass\n    pool.unsealed",
+    ),
+    "blocks kept free are taken from a reserve": (
+        "pool",
+        "min(missing, self.available(self.common) - self.free_blocks())",
+        "min(missing, self.cached_blocks())",
+    ),
+    "blocks are kept free and stay sealed": (
+        "pool",
+        "self.free.append(self._evict(self.common))",
+        "self.free.append(next(iter(self.common)))",
+    ),
     "a merge takes no reference": (
         "tables",
         "        pool.take(node)\n        sharer",

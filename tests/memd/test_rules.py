@@ -187,17 +187,40 @@ def test_rule_7_two_sequences_that_commit_equal_blocks_share_one() -> None:
     one.step(admits=[Admit(1, pack(range(9)), 9), Admit(2, pack(range(9)), 9)])
     assert one.table(2) == [4, 5, 6]
     reply = one.step(commits=[Commit(1, 9), Commit(2, 9)])
-    assert reply.changes == [Change(2, 0, [1]), Change(2, 1, [2])]
     assert (one.table(1), one.table(2)) == ([1, 2, 3], [1, 2, 6])
     assert one.pool.free == [4, 5]
+    # Found when the reply had gone already: the next one tells.
+    assert reply.changes == []
+    assert one.step().changes == [Change(2, 0, [1]), Change(2, 1, [2])]
+    assert one.step().changes == []
+
+
+def test_rule_7_a_step_that_looks_at_what_is_sealed_merges_before_it_does() -> None:
+    one = Driver()
+    one.step(admits=[Admit(1, pack(range(9)), 9), Admit(2, pack(range(9)), 9)])
+    reply = one.step(
+        commits=[Commit(1, 9), Commit(2, 9)], frees=[1], admits=[Admit(3, pack(range(9)), 9)]
+    )
+    assert reply.changes == [Change(2, 0, [1]), Change(2, 1, [2])]
+    assert reply.admitted[0].computed == 8
+    assert one.table(3)[:2] == [1, 2]
+
+
+def test_rule_7_a_late_merge_of_a_sequence_that_ends_is_not_told() -> None:
+    one = Driver()
+    one.step(admits=[Admit(1, pack(range(9)), 9), Admit(2, pack(range(9)), 9)])
+    one.step(commits=[Commit(1, 9), Commit(2, 9)])
+    reply = one.step(frees=[2], admits=[Admit(2, pack([7, 7]), 2)])
+    assert reply.changes == []
+    assert one.table(2) == reply.admitted[0].blocks
 
 
 def test_rule_7_a_merge_moves_every_fork_that_shares_the_block() -> None:
     one = Driver()
     one.step(admits=[Admit(1, pack(range(6)), 9), Admit(2, pack(range(6)), 9)])
     one.fork(2, 3, 6)
-    reply = one.step(commits=[Commit(1, 6), Commit(2, 6)])
-    assert reply.changes == [Change(2, 0, [1]), Change(3, 0, [1])]
+    one.step(commits=[Commit(1, 6), Commit(2, 6)])
+    assert one.step().changes == [Change(2, 0, [1]), Change(3, 0, [1])]
     assert one.pool.refs[1] == 3
 
 
@@ -304,6 +327,18 @@ def test_rule_9_the_source_of_a_copy_is_not_granted_before_the_next_step() -> No
     assert one.admit(3, [7] * 5).admitted[0].blocks == [4, 2]
 
 
+def test_rule_9_the_source_that_copy_on_write_drops_is_not_granted_before_the_next_step() -> None:
+    one = Driver(4)
+    one.admit(1, range(8))
+    one.fork(1, 2, 6)
+    one.commit(1, 8)
+    one.free(1)  # the child alone is left, in a block that is sealed
+    reply = one.step(appends=[Append(2, 7)], admits=[Admit(3, pack([9]), 1)])
+    assert reply.copies == [Copy(2, 3)]
+    assert reply.refused == [Refusal(3, Code.NO_BLOCKS, 1, 0)]
+    assert one.admit(3, [9]).admitted[0].blocks == [2]
+
+
 # ---------------------------------------------------------------- 10: eviction
 
 
@@ -319,6 +354,34 @@ def test_rule_10_the_least_recently_used_chain_goes_first_its_tail_before_its_he
     # Given back last, never used, then by age: the first chain's tail, the second chain, the touched head.
     assert order == [7, 8, 9, 10, 3, 2, 6, 5, 4, 1]
     assert one.pool.counters.evictions == 6
+
+
+def test_rule_10_some_blocks_are_kept_free_for_the_next_step_the_oldest_cached_ones() -> None:
+    one = Driver(spare=2)
+    one.cached([1] * 20, 1)
+    one.cached([2] * 16, 2)
+    assert (one.pool.free_blocks(), one.pool.cached_blocks()) == (2, 8)
+    # A reply tells what was granted from; what is given up after it shows in the next one.
+    reply = one.admit(3, [3] * 8)
+    assert (reply.usage.free, reply.usage.cached) == (0, 8)
+    assert (one.pool.free_blocks(), one.pool.cached_blocks()) == (2, 6)
+    assert one.admit(4, [1] * 13).admitted[0].computed == 8  # the first chain lost its tail
+    assert not one.admit(5, [5] * 12).refused
+    assert (one.pool.free_blocks(), one.pool.cached_blocks()) == (1, 0)  # all there was
+
+
+def test_rule_10_blocks_kept_free_never_come_from_a_tenants_reserve() -> None:
+    one = Driver(spare=9, reserves={"red": 0.2})
+    one.admit(1, range(12), tenant="red")
+    one.commit(1, 12)
+    one.free(1)
+    assert (one.pool.free_blocks(), one.pool.cached_blocks()) == (8, 2)
+    assert one.admit(2, range(12), tenant="red").admitted[0].computed == 8
+
+
+def test_rule_10_few_blocks_are_kept_free_and_none_in_a_small_pool() -> None:
+    for blocks, spare in ((11, 0), (256, 0), (257, 1), (10_000, 39), (1_000_000, 64)):
+        assert Driver(blocks).pool.spare == spare
 
 
 def test_rule_10_a_pinned_prefix_stays_with_all_that_is_before_it() -> None:

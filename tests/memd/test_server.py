@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memd.clock import PauseClock
 from memd.server import LIMITS, MOST_BAD_FRAMES, MOST_BAD_PEERS, Server
 from tests.memd.daemon import ROOT, Daemon, Executor, ready, running, spawn, stop
 from tests.memd.driver import ME, OTHER, memory, pack, spec
 from tests.wire.strategies import depth
+from wire.clock import PauseClock
 from wire.errors import Code
 from wire.memory import (
     MAX_STEP,
@@ -199,7 +199,7 @@ def test_a_bug_in_the_core_is_answered_and_service_goes_on_while_all_rules_hold(
     def fail(now: float, request: Request, packed: bytes) -> Reply:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(bench.memory, "handle", fail)
+    monkeypatch.setattr(bench.memory, "answer", fail)
     reply = bench.call(bench.step(1))
     assert isinstance(reply, Rejected)
     assert (reply.code, reply.number) == (Code.INTERNAL, 1)
@@ -218,7 +218,7 @@ def test_memory_found_inconsistent_after_a_bug_grants_nothing_more(
         bench.memory.pools["p"].refs[1] += 1
         raise ZeroDivisionError
 
-    monkeypatch.setattr(bench.memory, "handle", half_done)
+    monkeypatch.setattr(bench.memory, "answer", half_done)
     bench.call(bench.step(2))
     monkeypatch.undo()
     assert bench.broken == 1

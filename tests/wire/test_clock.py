@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from memd.clock import PauseClock
 from tests.memd.driver import Driver
+from wire.clock import PauseClock
 
 
 class Wall:
