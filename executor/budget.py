@@ -42,11 +42,12 @@ def share(wants: list[list[int]], budget: int) -> list[list[int]]:
 
 
 class Pace:
-    """Keeps steps short enough for the lease: while the device computes, nobody else renews it.
+    """Keeps steps short, whatever the device: tokens come, clients that left are noticed and new requests
+    are let in only between steps.
 
-    A step that took more than a quarter of the lease shrinks the budget of the next ones in proportion; full
-    steps that took less than a twelfth let it grow again. It starts low, since nobody knows yet how fast the
-    device is: losing the lease in the first step would cost more.
+    Aims at steps of a sixth of the lease. One that took more than a quarter of it shrinks the budget of the
+    next ones in proportion; full steps that took less than a sixth let it grow again, at most twofold. It
+    starts low, since nobody knows yet how fast the device is.
     """
 
     def __init__(self, most: int) -> None:
@@ -60,9 +61,10 @@ class Pace:
 
     def next(self, tokens: int, seconds: float, lease: float) -> int:
         """Most tokens of the next step, after one of `tokens` took `seconds`."""
+        aim = lease / 6
         if seconds > lease / 4:
-            fits = int(tokens * (lease / 6) / seconds)
-            self._now = max(MAX_CHOICES, min(self._now, fits))
-        elif self._now < self._most and seconds < lease / 12 and tokens >= self._now * 3 // 4:
-            self._now = min(self._most, self._now * 2)
+            self._now = max(MAX_CHOICES, min(self._now, int(tokens * aim / seconds)))
+        elif seconds < aim and tokens >= self._now * 3 // 4:
+            grown = int(self._now * min(2.0, aim / seconds)) if seconds else self._now * 2
+            self._now = min(self._most, grown)
         return self._now

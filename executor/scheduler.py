@@ -256,7 +256,9 @@ class Scheduler:
                 wants.append(counts)
         left = self.step_tokens - total
         if left < 0:
-            wants = share(wants, self.step_tokens)
+            # Steps may have become slow, but a stream that flows is not stopped for it.
+            flowing = sum(len(counts) for counts in wants if max(counts) == 1)
+            wants = share(wants, max(self.step_tokens, min(flowing, self.bounds.step_tokens)))
             left = 0
         rows, growing = proposal.rows, proposal.growing
         for members, counts in zip(groups, wants, strict=True):

@@ -45,5 +45,16 @@ def test_a_slow_step_shrinks_the_next_ones_and_quick_full_steps_let_them_grow_ag
     assert pace.next(256, 0.1, 3.0) == 512
     assert pace.next(512, 2.0, 3.0) == 128  # 256 tokens a second: half a second's worth
     assert pace.next(10, 0.01, 3.0) == 128  # not full: says nothing
-    assert pace.next(128, 0.4, 3.0) == 128
+    assert pace.next(128, 0.6, 3.0) == 128  # near enough to half a second
     assert pace.next(16, 60.0, 3.0) == 16  # never less: a group of 16 choices must fit
+
+
+def test_one_slow_step_is_forgotten_once_steps_are_faster_than_the_aim() -> None:
+    pace = Pace(1024)
+    pace.next(512, 0.1, 3.0)
+    slowed = pace.next(512, 30.0, 3.0)
+    assert slowed == 16
+    for _ in range(100):
+        budget = pace.tokens
+        pace.next(budget, budget * 0.004, 3.0)  # a device of 250 tokens a second
+    assert 110 <= pace.tokens <= 125  # half a second's worth

@@ -64,6 +64,17 @@ def test_a_batch_of_16_gives_the_oracle_text_whatever_the_chunk_size(step_tokens
     serve(Driver(step_tokens=step_tokens), requests(2, 16, longest=120))
 
 
+def test_streams_that_flow_all_get_their_token_when_steps_were_made_shorter() -> None:
+    driver = Driver()
+    for number in range(1, 41):
+        driver.submit(number, [number], 100)
+    while len(driver.step().rows) < 40:
+        pass
+    driver.scheduler.step_tokens = 16
+    driver.step()
+    assert [len(driver.step().rows) for _ in range(3)] == [40, 40, 40]
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_preemption_in_a_tiny_pool_does_not_change_the_text(block_size: int) -> None:
     driver = serve(
