@@ -14,6 +14,8 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -30,12 +32,30 @@ def die_with(parent: int) -> None:
         raise SystemExit("the launcher is gone")
 
 
+def set_priority(nice: int, group: Path = Path("/proc/self/autogroup")) -> None:
+    """Add to this process's niceness, and give its session the same.
+
+    Where the kernel schedules sessions against each other (sched_autogroup, sched(7)), niceness counts only
+    inside one, and each process of ours leads its own.
+    """
+    value = os.nice(nice)
+    for _ in range(5):
+        try:
+            group.write_text(str(value))
+        except BlockingIOError:
+            time.sleep(0.1)  # one change in a tenth of a second is allowed
+        except OSError:
+            return  # no such scheduling here, or not for us to say
+        else:
+            return
+
+
 def main(argv: list[str]) -> None:
     """Tie this process to its parent, set its priority, and exec the command."""
     parent, nice, *command = argv
     die_with(int(parent))
     if int(nice):
-        os.nice(int(nice))
+        set_priority(int(nice))
     os.execv(command[0], command)
 
 

@@ -187,6 +187,17 @@ async def test_niceness_reaches_the_child() -> None:
     assert run.lines == [("a", str(min(os.nice(0) + 3, 19)))]
 
 
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/autogroup"), reason="this kernel has no groups of sessions"
+)
+@in_a_loop
+async def test_niceness_counts_against_other_sessions_too() -> None:
+    code = "print(open('/proc/self/autogroup').read().split()[-1]); raise SystemExit(2)"
+    run = Run(python("a", code, nice=3))
+    await run.supervisor.run()
+    assert run.lines == [("a", str(min(os.nice(0) + 3, 19)))]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_kill_9_of_the_launcher_leaves_no_process() -> None:
     code = f"""
