@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from executor.scheduler import Deltas, Scheduler
+from wire.clock import PauseClock
 from wire.errors import Code, Refused
 from wire.generate import (
     PROTOCOL,
@@ -68,6 +69,7 @@ class Server:
         self._router = router
         self._instance = instance
         self._clock = clock
+        self._awake = PauseClock(clock, SESSION_MS / 2000)  # nobody is silent while we hear nothing
         self._codec = GenerateCodec()
         self._sessions: dict[bytes, Session] = {}
         self._served: Served | None = None
@@ -90,10 +92,10 @@ class Server:
         """Handle what has arrived, end silent sessions, send `Status` when it is due. Never waits."""
         for peer, payload in self._router.receive():
             self._receive(peer, payload)
-        now = self._clock()
-        if now >= self._status_due:
-            self._status_due = now + STATUS_MS / 1000
-            self._every_half_second(now)
+        awake = self._awake()
+        if awake >= self._status_due:
+            self._status_due = awake + STATUS_MS / 1000
+            self._every_half_second(awake)
         if self._failed:
             failed, self._failed = self._failed, []
             self.emit([], failed)
@@ -140,7 +142,7 @@ class Server:
             if not isinstance(message, Bye):
                 self._answer(peer, Gone(Code.UNAVAILABLE, "no session: say Hello first"))
             return
-        session.heard = self._clock()
+        session.heard = self._awake()
         match message:
             case Submit():
                 self._submit(peer, message, self._served.scheduler)
@@ -163,7 +165,7 @@ class Server:
         for other, session in list(self._sessions.items()):
             if other == peer or session.gateway == hello.gateway:
                 self._end(other, "opened a new session")
-        self._sessions[peer] = Session(hello.gateway, self._clock())
+        self._sessions[peer] = Session(hello.gateway, self._awake())
         log.info("session opened gateway=%s", hello.gateway)
         self._send(peer, self._served.welcome)
         self._send(peer, self._codec.encode(self._served.status()))
@@ -192,13 +194,13 @@ class Server:
             self._answer(peer, Gone(Code.PROTOCOL, f"{session.bad_frames} malformed messages"))
             self._end(peer, "sent malformed messages")
 
-    def _every_half_second(self, now: float) -> None:
+    def _every_half_second(self, awake: float) -> None:
         for peer, session in list(self._sessions.items()):
-            if now - session.heard > SESSION_MS / 1000:
+            if awake - session.heard > SESSION_MS / 1000:
                 self._answer(peer, Gone(Code.UNAVAILABLE, "the session timed out"))
-                self._end(peer, f"was silent for {now - session.heard:.1f} s")
+                self._end(peer, f"was silent for {awake - session.heard:.1f} s")
         if self._served is not None:
-            self._served.scheduler.expire(now)
+            self._served.scheduler.expire(self._clock())
             self._failed += self._served.scheduler.take_failures()
         self.send_status()
 

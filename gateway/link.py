@@ -20,6 +20,7 @@ from gateway.metrics import Metrics
 from gateway.served import Model, build_model
 from gateway.template import BadTemplate
 from gateway.vocabulary import BadTokenizer
+from wire.clock import PauseClock
 from wire.errors import Code, Refused
 from wire.generate import (
     MAX_TO_GATEWAY,
@@ -126,7 +127,6 @@ class Link:
         Raises:
             Refused: it cannot be sent.
         """
-        now = asyncio.get_running_loop().time()
         message = Submit(
             id=id,
             tokens=pack(tokens),
@@ -140,7 +140,7 @@ class Link:
             raise Refused(
                 Code.UNAVAILABLE, "The model takes no requests now; try again in a few seconds."
             )
-        submission = Submission(self, id, inbox, base, rest.n, now)
+        submission = Submission(self, id, inbox, base, rest.n, self._clock())
         self._live[id] = submission
         inbox.add(submission)
 
@@ -153,6 +153,7 @@ class Link:
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._clock = PauseClock(loop.time, SILENCE_S / 2)  # looked at with every beat
         limits = Limits(max_message=MAX_TO_GATEWAY, queue=4096)
         self._dealer = Dealer(self._endpoint, limits)
         self._unwatch: Callable[[], None] = watch(loop, self._dealer, self._receive)
@@ -178,7 +179,7 @@ class Link:
         return True
 
     def _beat(self) -> None:
-        now = self._loop.time()
+        now = self._clock()
         if self._session is None:
             self._timer = self._loop.call_later(_SEEK_S, self._beat)
             if now - self._greeted >= _HELLO_S and self._send(self._hello):
@@ -204,7 +205,7 @@ class Link:
             except (msgspec.DecodeError, RecursionError) as error:
                 log.error("executor=%s sent a malformed message: %s", self.name, error)
                 continue
-            self._heard = self._loop.time()
+            self._heard = self._clock()
             match message:
                 case Events():
                     self._on_events(message)

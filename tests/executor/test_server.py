@@ -137,6 +137,15 @@ def test_a_silent_gateway_loses_its_session_and_a_pinging_one_does_not(
     other.close()
 
 
+def test_a_session_outlives_a_pause_of_the_executor(house: House, gateway: Gateway) -> None:
+    gateway.submit(1, [1], 4000)
+    gateway.await_(lambda: gateway.texts)
+    house.clock.ahead += 60  # nothing was heard meanwhile, and nothing could be
+    house.turn(3)
+    assert house.scheduler.requests == 1
+    assert not gateway.gone
+
+
 def test_a_gateway_that_disconnects_has_its_requests_aborted(house: House) -> None:
     gateway = Gateway(house)
     gateway.submit(1, [1], 4000)

@@ -183,6 +183,24 @@ def test_paused_executor_is_fenced_and_starts_over(mortal: Stack) -> None:
     mortal.audit()
 
 
+def test_a_pause_of_the_whole_machine_costs_no_stream(mortal: Stack) -> None:
+    """As when a laptop sleeps: everyone was silent, and nobody is to blame."""
+
+    async def run() -> list[Any]:
+        running = [asyncio.create_task(stream(mortal, prompt, 3500)) for prompt in prompts(3)]
+        await asyncio.to_thread(eventually, lambda: mortal.used() > 10, 20, "streams hold blocks")
+        for sign in (signal.SIGSTOP, signal.SIGCONT):
+            for child in mortal.children.values():
+                child.send_signal(sign)
+            if sign == signal.SIGSTOP:
+                await asyncio.sleep(2 * LEASE)
+        return await asyncio.wait_for(asyncio.gather(*running), 60)
+
+    assert [failure for _, _, failure in asyncio.run(run())] == [None] * 3
+    eventually(lambda: mortal.used() == 0, 2, "no block is used")
+    mortal.audit()
+
+
 def test_sigterm_finishes_the_running_stream_and_refuses_new_ones(mortal: Stack) -> None:
     """CASES 24."""
 
