@@ -50,8 +50,8 @@ format: install ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install ## measure this machine: every program of bench/ that needs no running server
-	@for name in $(filter-out serve streams,$(basename $(notdir $(wildcard bench/[a-z]*.py)))); do \
+bench: install ## measure this machine: every program of bench/ that needs no running server and no GPU
+	@for name in $(filter-out serve streams gpu_check,$(basename $(notdir $(wildcard bench/[a-z]*.py)))); do \
 	  echo "== bench.$$name"; $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
 clean: ## remove everything that was built or installed here

@@ -86,6 +86,7 @@ class GpuRunner:
         self._device = torch.device(device)
         self._kernels = kernels
         self._step_tokens = max(step_tokens, sequences)
+        self._most_tokens = max(self._step_tokens, block_size)  # the warm-up fills a block
         self.kv = KVCache(
             loaded.config,
             num_blocks=num_blocks,
@@ -98,7 +99,7 @@ class GpuRunner:
         width = -(-width // _WIDTH_STEP) * _WIDTH_STEP
         self._seats = Seats(sequences, width, num_blocks)
         self._tables = torch.zeros(sequences + 1, width, dtype=torch.int32, device=self._device)
-        tokens, rows = self._step_tokens, sequences
+        tokens, rows = self._most_tokens, sequences
         sizes = dict.fromkeys(("ids", "positions", "slots"), tokens)
         sizes |= {"seats": rows, "lengths": rows, "starts": rows + 1}
         self._staging = Staging(sizes, self._device)
@@ -197,8 +198,8 @@ class GpuRunner:
         for row in rows:
             check_span(row, len(row.blocks), self._block_size, self._config.context_length)
             tokens += len(row.tokens)
-        if tokens > self._step_tokens:
-            raise ValueError(f"{tokens} tokens in one step; the most is {self._step_tokens}")
+        if tokens > self._most_tokens:
+            raise ValueError(f"{tokens} tokens in one step; the most is {self._most_tokens}")
         if rows:
             ids = np.array([token for row in rows for token in row.tokens], np.int64)
             check_range("token", ids, 0, self._config.vocab_size)

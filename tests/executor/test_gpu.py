@@ -269,3 +269,8 @@ def test_kv_in_another_type_than_the_model_is_refused(loaded: LoadedModel) -> No
             dtype=torch.bfloat16,
             kernels=kernels_for("triton", device),
         )
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+def test_warm_up_fits_any_block_size(loaded: LoadedModel, block_size: int) -> None:
+    gpu(loaded, 2, block_size, sequences=2, step_tokens=4).warm_up()
