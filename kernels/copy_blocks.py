@@ -14,49 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import Launch
+from kernels.launch import Call, Launch
 
 # Words of four bytes that a program moves: 64 bytes for each thread of four warps, in 16-byte pieces.
 CHUNK = 2048
 WARPS = 4
-
-
-@triton.jit
-def copy_blocks_kernel(
-    keys: tl.tensor,  # [layers, num_blocks, WORDS] int32
-    values: tl.tensor,  # [layers, num_blocks, WORDS] int32
-    key_scales: tl.tensor,  # [layers, num_blocks, SCALE_WORDS] int32
-    value_scales: tl.tensor,  # [layers, num_blocks, SCALE_WORDS] int32
-    sources: tl.tensor,  # [copies]
-    targets: tl.tensor,  # [copies]
-    source_stride: tl.tensor,  # elements from one id to the next
-    target_stride: tl.tensor,
-    num_blocks: tl.tensor,
-    WORDS: tl.constexpr,  # of one block in one layer
-    SCALE_WORDS: tl.constexpr,  # 0: there are no scales
-    CHUNK: tl.constexpr,
-) -> None:
-    """A chunk of one block in one layer, K and V; the first chunk's program moves the scales too."""
-    CHUNKS: tl.constexpr = (WORDS + CHUNK - 1) // CHUNK
-    copy = tl.program_id(0) // CHUNKS
-    part = tl.program_id(0) % CHUNKS
-    first = tl.program_id(1).to(tl.int64) * num_blocks
-    source = first + tl.load(sources + copy * source_stride).to(tl.int64)
-    target = first + tl.load(targets + copy * target_stride).to(tl.int64)
-    word = part * CHUNK + tl.arange(0, CHUNK)
-    inside = word < WORDS
-    key = tl.load(keys + source * WORDS + word, mask=inside)
-    value = tl.load(values + source * WORDS + word, mask=inside)
-    tl.store(keys + target * WORDS + word, key, mask=inside)
-    tl.store(values + target * WORDS + word, value, mask=inside)
-    if SCALE_WORDS > 0 and part == 0:
-        for start in range(0, SCALE_WORDS, CHUNK):
-            word = start + tl.arange(0, CHUNK)
-            inside = word < SCALE_WORDS
-            key = tl.load(key_scales + source * SCALE_WORDS + word, mask=inside)
-            value = tl.load(value_scales + source * SCALE_WORDS + word, mask=inside)
-            tl.store(key_scales + target * SCALE_WORDS + word, key, mask=inside)
-            tl.store(value_scales + target * SCALE_WORDS + word, value, mask=inside)
 
 
 def copy_blocks(
@@ -90,37 +52,56 @@ def copy_blocks(
         )
     if (key_scales is None) != (value_scales is None):
         raise ValueError("key_scales and value_scales come together; one of them is None")
-    key_words, value_words = as_words(keys, "keys"), as_words(values, "values")
-    if key_words.shape != value_words.shape:
-        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} must be alike")
-    layers, num_blocks, words = key_words.shape
-    key_scale_words, value_scale_words, scale_words = key_words, value_words, 0
-    if key_scales is not None and value_scales is not None:
-        key_scale_words = as_words(key_scales, "key_scales")
-        value_scale_words = as_words(value_scales, "value_scales")
-        scale_words = key_scale_words.shape[2]
-        for tensor in (key_scale_words, value_scale_words):
-            if tensor.shape != (layers, num_blocks, scale_words):
-                raise ValueError(
-                    f"scales have {list(tensor.shape[:2])} layers and blocks; keys {[layers, num_blocks]}"
-                )
-    if not len(sources) or not layers:
-        return
-    copy_blocks_kernel[(len(sources) * triton.cdiv(words, CHUNK), layers)](
-        key_words,
-        value_words,
-        key_scale_words,
-        value_scale_words,
-        sources,
-        targets,
-        sources.stride(0),
-        targets.stride(0),
-        num_blocks,
-        WORDS=words,
-        SCALE_WORDS=scale_words,
-        CHUNK=CHUNK,
-        num_warps=WARPS,
-    )
+    if keys.shape != values.shape or keys.dtype != values.dtype:
+        raise ValueError(
+            f"keys are {keys.dtype} {list(keys.shape)} and values {values.dtype} {list(values.shape)}; they "
+            "must be alike"
+        )
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if scales is not None and scales.shape != keys.shape[:4]:
+            raise ValueError(
+                f"{name} have shape {list(scales.shape)}; {list(keys.shape[:4])} fits the keys"
+            )
+    if len(sources) and keys.shape[0]:
+        _call(keys, values, sources, targets, key_scales, value_scales).run()
+
+
+@triton.jit
+def _copy_blocks(
+    keys: tl.tensor,  # [layers, num_blocks, WORDS] int32
+    values: tl.tensor,  # [layers, num_blocks, WORDS] int32
+    key_scales: tl.tensor,  # [layers, num_blocks, SCALE_WORDS] int32, or None
+    value_scales: tl.tensor,  # [layers, num_blocks, SCALE_WORDS] int32, or None
+    sources: tl.tensor,  # [copies]
+    targets: tl.tensor,  # [copies]
+    source_stride: tl.tensor,  # elements from one id to the next
+    target_stride: tl.tensor,
+    num_blocks: tl.tensor,
+    WORDS: tl.constexpr,  # of one block in one layer
+    SCALE_WORDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """A chunk of one block in one layer, K and V; the first chunk's program moves the scales too."""
+    CHUNKS: tl.constexpr = (WORDS + CHUNK - 1) // CHUNK
+    copy = tl.program_id(0) // CHUNKS
+    part = tl.program_id(0) % CHUNKS
+    first = tl.program_id(1).to(tl.int64) * num_blocks
+    source = first + tl.load(sources + copy * source_stride).to(tl.int64)
+    target = first + tl.load(targets + copy * target_stride).to(tl.int64)
+    word = part * CHUNK + tl.arange(0, CHUNK)
+    inside = word < WORDS
+    key = tl.load(keys + source * WORDS + word, mask=inside)
+    value = tl.load(values + source * WORDS + word, mask=inside)
+    tl.store(keys + target * WORDS + word, key, mask=inside)
+    tl.store(values + target * WORDS + word, value, mask=inside)
+    if key_scales is not None and part == 0:
+        for start in range(0, SCALE_WORDS, CHUNK):
+            word = start + tl.arange(0, CHUNK)
+            inside = word < SCALE_WORDS
+            key = tl.load(key_scales + source * SCALE_WORDS + word, mask=inside)
+            value = tl.load(value_scales + source * SCALE_WORDS + word, mask=inside)
+            tl.store(key_scales + target * SCALE_WORDS + word, key, mask=inside)
+            tl.store(value_scales + target * SCALE_WORDS + word, value, mask=inside)
 
 
 def as_words(cache: Tensor, name: str) -> Tensor:
@@ -139,21 +120,51 @@ def as_words(cache: Tensor, name: str) -> Tensor:
     return rows.view(torch.int32)
 
 
-def launches() -> Iterator[Launch]:
-    """What a runner launches: Llama-3-8B with blocks of 16, by type of cache and of block ids."""
-    row = 16 * 8 * 128
-    for note, words, scale_words in (("bf16", row // 2, 0), ("int8 or fp8", row // 4, 16 * 8)):
-        pointers = ("keys", "values", "key_scales", "value_scales")
-        yield Launch(
-            name="copy_blocks",
-            function=copy_blocks_kernel,
-            signature={
-                **dict.fromkeys(pointers, "*i32"),
-                **dict.fromkeys(("sources", "targets"), "*i64"),
-                **dict.fromkeys(("source_stride", "target_stride", "num_blocks"), "i32"),
-            },
-            constants={"WORDS": words, "SCALE_WORDS": scale_words, "CHUNK": CHUNK},
-            num_warps=WARPS,
-            note=note,
-            aligned=frozenset(pointers),
-        )
+def _call(
+    keys: Tensor,
+    values: Tensor,
+    sources: Tensor,
+    targets: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> Call:
+    key_words = as_words(keys, "keys")
+    layers, num_blocks, words = key_words.shape
+    key_scale_words = None if key_scales is None else as_words(key_scales, "key_scales")
+    value_scale_words = None if value_scales is None else as_words(value_scales, "value_scales")
+    return Call(
+        _copy_blocks,
+        (len(sources) * triton.cdiv(words, CHUNK), layers),
+        {
+            "keys": key_words,
+            "values": as_words(values, "values"),
+            "key_scales": key_scale_words,
+            "value_scales": value_scale_words,
+            "sources": sources,
+            "targets": targets,
+            "source_stride": sources.stride(0),
+            "target_stride": targets.stride(0),
+            "num_blocks": num_blocks,
+        },
+        {
+            "WORDS": words,
+            "SCALE_WORDS": 0 if key_scale_words is None else key_scale_words.shape[2],
+            "CHUNK": CHUNK,
+        },
+        num_warps=WARPS,
+        num_stages=1,
+    )
+
+
+def launches(arch: str = "sm_90") -> Iterator[Launch]:
+    """What a runner launches, the same on every `arch`: without scales and with them."""
+    with torch.device("meta"):
+        plain = torch.empty(32, 1024, 16, 8, 128, dtype=torch.bfloat16)
+        quantised = torch.empty(32, 1023, 16, 8, 128, dtype=torch.int8)
+        scales = torch.empty(32, 1023, 16, 8)
+        ids = torch.empty(4, dtype=torch.int64)
+        pairs = torch.empty(4, 2, dtype=torch.int64)
+    yield _call(plain, plain, ids, ids, None, None).describe("Llama 3 8B, bfloat16")
+    yield _call(quantised, quantised, pairs[:, 0], pairs[:, 1], scales, scales).describe(
+        "Llama 3 8B, int8 or float8, ids in pairs"
+    )

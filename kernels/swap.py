@@ -8,16 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.copy_blocks import CHUNK, WARPS, as_words
-from kernels.launch import Launch
+from kernels.launch import Call, Launch
+
+
+def gather_blocks(cache: Tensor, blocks: Tensor, out: Tensor) -> None:
+    """Copy blocks of every layer to a buffer: `out[:, i] = cache[:, blocks[i]]`.
+
+    Args:
+        cache: [layers, num_blocks, block_size, kv_heads, head_dim], contiguous, of any type. Scales
+            [layers, num_blocks, block_size, kv_heads] are moved the same way.
+        blocks: [count] int64 or int32 block ids on the cache's device, in range; one may occur many times.
+        out: [layers, count, ...] like the cache, contiguous, on the device or in pinned memory. Pinned memory
+            holds the blocks once the stream has been waited for.
+
+    Raises:
+        ValueError: shapes or types that do not fit together, or a buffer the device cannot reach.
+    """
+    _move(cache, blocks, out, True)
+
+
+def scatter_blocks(buffer: Tensor, blocks: Tensor, cache: Tensor) -> None:
+    """Copy blocks of every layer back from a buffer: `cache[:, blocks[i]] = buffer[:, i]`.
+
+    Args:
+        buffer: [layers, count, ...] as `gather_blocks` filled it.
+        blocks: [count] int64 or int32 block ids on the cache's device, in range, none twice.
+        cache: [layers, num_blocks, ...], contiguous; other blocks stay as they are.
+
+    Raises:
+        ValueError: shapes or types that do not fit together, or a buffer the device cannot reach.
+    """
+    _move(cache, blocks, buffer, False)
 
 
 @triton.jit
-def swap_kernel(
+def _swap(
     cache: tl.tensor,  # [layers, num_blocks, WORDS] int32
     buffer: tl.tensor,  # [layers, count, WORDS] int32
     blocks: tl.tensor,  # [count]
@@ -44,37 +75,7 @@ def swap_kernel(
         tl.store(in_cache, tl.load(in_buffer, mask=inside), mask=inside)
 
 
-def gather_blocks(cache: Tensor, blocks: Tensor, out: Tensor) -> None:
-    """Copy blocks of every layer to a buffer: `out[:, i] = cache[:, blocks[i]]`.
-
-    Args:
-        cache: [layers, num_blocks, block_size, kv_heads, head_dim], contiguous, of any type. Scales
-            [layers, num_blocks, block_size, kv_heads] are moved the same way.
-        blocks: [count] int64 or int32 block ids on the cache's device, in range; one may occur many times.
-        out: [layers, count, ...] like the cache, contiguous, on the device or in pinned memory. Pinned memory
-            holds the blocks once the stream has been waited for.
-
-    Raises:
-        ValueError: shapes or types that do not fit together, or a buffer the device cannot reach.
-    """
-    _swap(cache, blocks, out, True)
-
-
-def scatter_blocks(buffer: Tensor, blocks: Tensor, cache: Tensor) -> None:
-    """Copy blocks of every layer back from a buffer: `cache[:, blocks[i]] = buffer[:, i]`.
-
-    Args:
-        buffer: [layers, count, ...] as `gather_blocks` filled it.
-        blocks: [count] int64 or int32 block ids on the cache's device, in range, none twice.
-        cache: [layers, num_blocks, ...], contiguous; other blocks stay as they are.
-
-    Raises:
-        ValueError: shapes or types that do not fit together, or a buffer the device cannot reach.
-    """
-    _swap(cache, blocks, buffer, False)
-
-
-def _swap(cache: Tensor, blocks: Tensor, buffer: Tensor, out: bool) -> None:
+def _move(cache: Tensor, blocks: Tensor, buffer: Tensor, out: bool) -> None:
     fitting = (cache.shape[0], len(blocks), *cache.shape[2:])
     if buffer.shape != fitting or buffer.dtype != cache.dtype:
         raise ValueError(
@@ -85,38 +86,35 @@ def _swap(cache: Tensor, blocks: Tensor, buffer: Tensor, out: bool) -> None:
         raise ValueError(
             f"the buffer is in memory that {cache.device} cannot reach; allocate it with pin_memory=True"
         )
-    if not buffer.numel():
-        return
-    cache_words, buffer_words = as_words(cache, "cache"), as_words(buffer, "buffer")
+    if buffer.numel():
+        _call(cache, blocks, buffer, out).run()
+
+
+def _call(cache: Tensor, blocks: Tensor, buffer: Tensor, out: bool) -> Call:
+    cache_words = as_words(cache, "cache")
     layers, num_blocks, words = cache_words.shape
-    swap_kernel[(len(blocks) * triton.cdiv(words, CHUNK), layers)](
-        cache_words,
-        buffer_words,
-        blocks,
-        blocks.stride(0),
-        num_blocks,
-        len(blocks),
-        WORDS=words,
-        CHUNK=CHUNK,
-        OUT=out,
+    return Call(
+        _swap,
+        (len(blocks) * triton.cdiv(words, CHUNK), layers),
+        {
+            "cache": cache_words,
+            "buffer": as_words(buffer, "buffer"),
+            "blocks": blocks,
+            "stride": blocks.stride(0),
+            "num_blocks": num_blocks,
+            "count": len(blocks),
+        },
+        {"WORDS": words, "CHUNK": CHUNK, "OUT": out},
         num_warps=WARPS,
+        num_stages=1,
     )
 
 
-def launches() -> Iterator[Launch]:
-    """What a runner launches: Llama-3-8B in bf16 with blocks of 16, both ways."""
-    for note, out in (("to the buffer", True), ("from the buffer", False)):
-        yield Launch(
-            name="swap",
-            function=swap_kernel,
-            signature={
-                "cache": "*i32",
-                "buffer": "*i32",
-                "blocks": "*i64",
-                **dict.fromkeys(("stride", "num_blocks", "count"), "i32"),
-            },
-            constants={"WORDS": 16 * 8 * 128 // 2, "CHUNK": CHUNK, "OUT": out},
-            num_warps=WARPS,
-            note=note,
-            aligned=frozenset({"cache", "buffer"}),
-        )
+def launches(arch: str = "sm_90") -> Iterator[Launch]:
+    """What a runner launches, the same on every `arch`: both ways, with Llama 3 8B's blocks."""
+    with torch.device("meta"):
+        cache = torch.empty(32, 1023, 16, 8, 128, dtype=torch.bfloat16)
+        buffer = torch.empty(32, 9, 16, 8, 128, dtype=torch.bfloat16)
+        blocks = torch.empty(9, dtype=torch.int64)
+    yield _call(cache, blocks, buffer, True).describe("Llama 3 8B, bfloat16, to the buffer")
+    yield _call(cache, blocks, buffer, False).describe("Llama 3 8B, bfloat16, from the buffer")

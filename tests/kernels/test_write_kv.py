@@ -297,13 +297,16 @@ def test_no_tokens_are_no_launch() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"new_keys": torch.zeros(2, 2, 32)}, "new_keys has shape"),
-        ({"slots": torch.tensor([1, 2], dtype=torch.int32)}, "slots are torch.int32"),
+        (
+            {"new_keys": torch.zeros(2, 2, 32)},
+            r"new_keys is torch.float32 \[2, 2, 32\]; it must be \[2, 2, 64\]",
+        ),
+        ({"slots": torch.tensor([1, 2], dtype=torch.int32)}, "slots is torch.int32"),
         ({"cos": torch.zeros(2, 32)}, "cos and sin come together"),
-        ({"cos": torch.zeros(2, 64), "sin": torch.zeros(2, 64)}, "cos has shape"),
+        ({"cos": torch.zeros(2, 64), "sin": torch.zeros(2, 64)}, "cos is torch.float32"),
         ({"queries": torch.zeros(2, 64, 4).transpose(1, 2)}, "must be contiguous"),
         ({"queries": torch.zeros(2, 3, 64)}, "3 query heads"),
-        ({"keys": torch.zeros(4, 8, 2, 64, dtype=torch.int8)}, "must be the same"),
+        ({"keys": torch.zeros(4, 8, 2, 64, dtype=torch.int8)}, "it must be torch.int8"),
         ({"key_scales": torch.zeros(4, 8, 2)}, "takes no key_scales"),
     ],
 )
