@@ -238,7 +238,8 @@ def test_a_real_prompt_begins_alike_and_ends_with_its_number() -> None:
 
 def test_the_time_model_meets_the_points_it_is_fitted_to() -> None:
     assert OPT_13B.seconds(30, 30 * 497, 30) == pytest.approx(45e-3, rel=0.03)
-    assert OPT_13B.seconds(132, 132 * 77, 132) == pytest.approx(75.5e-3, rel=0.03)
+    # At 30 requests/s a step computes 43 prompt tokens beside the 132.
+    assert OPT_13B.seconds(132 + 43, 132 * 77, 132) == pytest.approx(75.5e-3, rel=0.03)
     for streams, seconds in ((1, 8.8e-3), (8, 12.5e-3), (16, 19.1e-3), (64, 64.1e-3)):
         assert CPU.seconds(streams, 320 * streams, streams) == pytest.approx(seconds, rel=0.07)
 
