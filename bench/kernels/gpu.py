@@ -89,7 +89,7 @@ def table(figures: list[Figure], device: torch.device) -> Iterator[str]:
     """Lines of a table: achieved, share of the peak, and time against torch's own."""
     known = peak(device)
     yield (
-        f"{'kernel':8} {'shape':44} {'ms':>9} {'GB/s':>7} {'peak':>5} {'TFLOP/s':>8} {'peak':>5} "
+        f"{'kernel':11} {'shape':44} {'ms':>9} {'GB/s':>7} {'peak':>5} {'TFLOP/s':>8} {'peak':>5} "
         f"{'torch/ours':>10}"
     )
     for figure in figures:
@@ -98,7 +98,7 @@ def table(figures: list[Figure], device: torch.device) -> Iterator[str]:
         of_compute = f"{compute / known[1]:.0%}" if known else "-"
         ratio = f"{figure.torch_seconds / figure.seconds:.2f}x" if figure.torch_seconds else "-"
         yield (
-            f"{figure.kernel:8} {figure.shape:44} {figure.seconds * 1e3:9.3f} {memory:7.1f} {of_memory:>5} "
+            f"{figure.kernel:11} {figure.shape:44} {figure.seconds * 1e3:9.3f} {memory:7.1f} {of_memory:>5} "
             f"{compute:8.2f} {of_compute:>5} {ratio:>10}"
         )
 
