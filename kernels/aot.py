@@ -1,6 +1,7 @@
 """Compile every launch of every kernel for real devices, without one, and look at what it takes.
 
-    python -m kernels.aot [--targets sm_80,sm_90,sm_100,gfx942] [--spread] [--jobs 2] [--markdown] [--json FILE]
+    python -m kernels.aot [--targets sm_80,sm_90,sm_100,gfx942] [--spread] [--jobs 2] [--markdown]
+        [--json FILE]
 
 Each kernel module's `launches(target)` yields the specialisations a runner would launch there. They are
 compiled by Triton down to machine code; shared memory and registers are read from that and checked against
@@ -34,6 +35,7 @@ import kernels
 from kernels.launch import Launch
 
 _KIB = 1024
+_FEW = 16
 _TENSOR_MEMORY = 512  # columns, where a device has it (sm_100)
 
 
@@ -82,9 +84,7 @@ class Unfit(Exception):
 def modules() -> list[str]:
     """Names of the modules of this package that launch kernels."""
     names = [info.name for info in pkgutil.iter_modules(kernels.__path__) if not info.ispkg]
-    loaded = (
-        importlib.import_module(f"kernels.{name}") for name in names if name not in ("aot", "cpu")
-    )
+    loaded = (importlib.import_module(f"kernels.{name}") for name in names if name != "aot")
     return [module.__name__ for module in loaded if hasattr(module, "launches")]
 
 
@@ -121,7 +121,10 @@ class Job:
 
 
 def work(targets: Sequence[Target], spread: bool) -> list[Job]:
-    """All launches on all targets; or, to `spread` them, each on one target or another."""
+    """All launches on all targets; or, to `spread` them, each on one target or another.
+
+    A module of few launches, which are quick to compile, is not spread.
+    """
     jobs = [
         Job(module, index, target)
         for target in targets
@@ -132,7 +135,12 @@ def work(targets: Sequence[Target], spread: bool) -> list[Job]:
         return jobs
     count = len(targets)
     # Shifted by one after each round: kernels whose launches come in pairs meet every target with both.
-    return [job for job in jobs if targets[(job.index + job.index // count) % count] == job.target]
+    return [
+        job
+        for job in jobs
+        if len(launches(job.module, job.target.name)) < _FEW
+        or targets[(job.index + job.index // count) % count] == job.target
+    ]
 
 
 def compile_one(job: Job) -> Result:
@@ -222,7 +230,11 @@ def _first_lines(text: str) -> str:
 def compile_all(
     jobs: Sequence[Job], processes: int, done: Callable[[Result], object]
 ) -> list[Result]:
-    """Compile in that many processes, calling `done` after each launch; results are in the order of `jobs`."""
+    """Compile in that many processes, calling `done` after each launch.
+
+    Returns:
+        In the order of `jobs`.
+    """
     results = [job.result() for job in jobs]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_quiet) as pool:

@@ -2,8 +2,9 @@
 
     python -m bench.kernels.swap [--interpret]
 
-The cache is Llama 3 8B's keys in bfloat16: 32 layers, 8 KV heads of 128, blocks of 16. Bytes count what is read
-and what is written; over the bus half of them travel, so its own peak (PCIe 5 x16: 64 GB/s) shows as twice that.
+The cache is Llama 3 8B's keys in bfloat16: 32 layers, 8 KV heads of 128, blocks of 16. Bytes count what is
+read and what is written; over the bus half of them travel, so its own peak (PCIe 5 x16: 64 GB/s) shows as
+twice that.
 """
 
 from __future__ import annotations
