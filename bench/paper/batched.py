@@ -18,12 +18,12 @@ from pathlib import Path
 from bench.paper import published, report
 from bench.paper.device import OPT_13B
 from bench.paper.play import Outcome, simulate
-from bench.paper.policies import Policy
+from bench.paper.policies import Policy, Split
 from bench.paper.workload import Pair, poisson
 
 WARM = 60.0  # seconds
 SATURATED = 1.5  # times the paper's rate
-PARTS = ("states", "reserved", "internal", "external")
+PARTS = Split.__struct_fields__
 
 
 def run(

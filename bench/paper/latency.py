@@ -22,7 +22,7 @@ from bench.paper.play import Outcome, simulate
 from bench.paper.policies import Policy
 from bench.paper.workload import Pair, Request, poisson
 
-FLOOD = 400.0, 240.0  # requests a second, seconds
+FLOOD = 100.0, 120.0  # requests a second, seconds
 SHARES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)  # of the most a policy can serve
 LIMIT = 0.2  # seconds a token: the latency at which rates are compared
 PATIENCE = 240.0  # seconds

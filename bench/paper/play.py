@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -87,12 +88,16 @@ class Outcome:
 
     @property
     def mean_batched(self) -> float:
-        return sum(self.batched) / len(self.batched)
+        return statistics.fmean(self.batched) if self.batched else math.nan
+
+    @property
+    def mean_saved(self) -> float:
+        return statistics.fmean(self.saved) if self.saved else math.nan
 
     @property
     def token_rate(self) -> float:
         """Output tokens a second."""
-        return self.tokens / (self.ended - self.began)
+        return self.tokens / (self.ended - self.began) if self.tokens else math.nan
 
     @property
     def done(self) -> list[Record]:
@@ -104,18 +109,15 @@ class Outcome:
         if self.cut:
             return math.inf
         done = self.done
-        return sum(record.normalized for record in done) / len(done)
+        return statistics.fmean(record.normalized for record in done) if done else math.nan
 
     def shares(self) -> dict[str, float]:
         """Mean share of the pool for each part of `Split`, 0 to 1."""
-        total = sum(sum(_parts(split)) for split in self.splits)
-        sums = [sum(column) for column in zip(*map(_parts, self.splits), strict=True)]
-        names = ("states", "reserved", "internal", "external")
-        return {name: value / total for name, value in zip(names, sums, strict=True)}
-
-
-def _parts(split: Split) -> tuple[int, int, int, int]:
-    return split.states, split.reserved, split.internal, split.external
+        total = sum(split.slots for split in self.splits) or math.nan
+        return {
+            name: sum(getattr(split, name) for split in self.splits) / total
+            for name in Split.__struct_fields__
+        }
 
 
 class Desk:

@@ -73,6 +73,11 @@ class Split(Struct, frozen=True):
     internal: int  # granted to requests that will never use them
     external: int  # neither, and lost to rounding by the allocator
 
+    @property
+    def slots(self) -> int:
+        """All of them."""
+        return self.states + self.reserved + self.internal + self.external
+
 
 class Paged:
     """memd's core in this process, behind the client interface of the engine."""

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             paper = str(published.SAVED[choices])
             if dataset == "sharegpt":
                 paper = "{}-{}".format(*published.SAVED_SHAREGPT)
-            saved = 100 * sum(outcome.saved) / len(outcome.saved)
+            saved = 100 * outcome.mean_saved
             rows.append({"data": dataset, "choices": choices, "saved %": saved, "paper %": paper})
     report.publish("sharing", "Blocks saved by parallel sampling", rows, options.out)
     return 0

@@ -31,10 +31,6 @@ from bench.paper.workload import (
 SECOND = Device("one step a second", 32, 0.8, 0.0, 1.0, math.inf, 0.0, 0.0)
 
 
-def total(split: Split) -> int:
-    return split.states + split.reserved + split.internal + split.external
-
-
 # ---------------------------------------------------------------- buddy allocator
 
 
@@ -170,7 +166,7 @@ def test_every_request_is_served_in_full_and_the_split_is_the_pool(
     for record in outcome.records:
         assert record.request.arrival < record.first <= record.last
     for split in outcome.splits:
-        assert total(split) == (slots if policy is not Policy.PAGED else slots // 16 * 16)
+        assert split.slots == (slots if policy is not Policy.PAGED else slots // 16 * 16)
         assert min(split.states, split.reserved, split.internal, split.external) >= 0
         if policy is Policy.PAGED:
             assert split.reserved == 0
