@@ -9,10 +9,17 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt deploy/requirements.py ./
 RUN python requirements.py pyproject.toml > wanted.txt \
  && python -m pip --python /opt/pagekeeper/bin/python install -c constraints.txt -r wanted.txt
+# memd's core is compiled here: there is no compiler where it runs. A distribution's own Python keeps its headers apart.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev \
+ && { test -e "$(python -c 'import sysconfig as s; print(s.get_path("include"))')/Python.h" \
+      || apt-get install -y -qq --no-install-recommends python3-dev; } \
+ && rm -rf /var/lib/apt/lists/* \
+ && python -m pip --python /opt/pagekeeper/bin/python install --target /opt/compiler -c constraints.txt mypy setuptools
 COPY README.md LICENSE ./
 COPY wire wire
 COPY memd memd
-RUN python -m pip --python /opt/pagekeeper/bin/python install --no-deps .
+RUN python -m pip --python /opt/pagekeeper/bin/python install --no-deps . \
+ && PYTHONPATH=/opt/compiler /opt/pagekeeper/bin/python -m memd.compiled /opt/pagekeeper/cores
 
 FROM python:3.11-slim-bookworm
 # One user id in all images: the sockets lie in a directory that only their owner may enter.
@@ -21,7 +28,7 @@ RUN useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent --
  && install -d -m 0700 -o pagekeeper -g pagekeeper /run/pagekeeper /var/lib/pagekeeper
 COPY --from=build /opt/pagekeeper /opt/pagekeeper
 ENV PATH=/opt/pagekeeper/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
-    MEMD_RUN_DIR=/run/pagekeeper MEMD_STATE_DIR=/var/lib/pagekeeper MEMD_ADMIN_HOST=0.0.0.0 MEMD_ADMIN_PORT=9100
+    PAGEKEEPER_CORES=/opt/pagekeeper/cores MEMD_RUN_DIR=/run/pagekeeper MEMD_STATE_DIR=/var/lib/pagekeeper MEMD_ADMIN_HOST=0.0.0.0 MEMD_ADMIN_PORT=9100
 USER 10001:10001
 EXPOSE 9100
 HEALTHCHECK --interval=5s --timeout=3s --start-period=30s --retries=3 \

@@ -1,6 +1,8 @@
 """memd's core as machine code: the same Python files, compiled by mypyc, in a folder of the user's cache.
 
-    python -m memd.compiled        compiles, some ten seconds, and prints where to
+    python -m memd.compiled           compiles into the cache, some ten seconds, and prints where to
+    python -m memd.compiled FOLDER    the same into FOLDER, for images, which have no compiler when they run:
+                                      PAGEKEEPER_CORES names that folder to them
 
 memd takes the compiled modules when the folder was made from exactly these sources by this Python, and the
 plain ones otherwise; `MEMD_PLAIN=1` forbids it. Behaviour is the same, the time in the core about half: tests
@@ -31,45 +33,53 @@ class CannotCompile(RuntimeError):
     """One line that says why."""
 
 
-def folder() -> Path:
-    """Where the compiled form of these very sources is, or would be."""
+def folder(under: Path | None = None) -> Path:
+    """Where the compiled form of these very sources is, or would be: by default in the cache."""
     hasher = hashlib.sha256((sys.version + str(sysconfig.get_config_var("EXT_SUFFIX"))).encode())
     for path in sorted([*ROOT.glob("memd/*.py"), *ROOT.glob("wire/*.py")]):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes())
-    return cache_dir() / "memd" / hasher.hexdigest()[:20]
+    return (under or cache_dir() / "memd") / hasher.hexdigest()[:20]
+
+
+def found() -> Path | None:
+    """The compiled form, of the image or of the cache, if there is one."""
+    shipped = os.environ.get("PAGEKEEPER_CORES")
+    try:
+        for under in (Path(shipped) if shipped else None, None):
+            if (candidate := folder(under)).joinpath("memd").is_dir():
+                return candidate
+    except (OSError, RuntimeError):  # no home, no permission: then there is no cache
+        pass
+    return None
 
 
 def prefer() -> bool:
     """Import the core's modules in compiled form, if there is one; to be called before any is imported."""
     if os.environ.get("MEMD_PLAIN"):
         return False
-    try:
-        found = folder()
-        if not (found / "memd").is_dir():
-            return False
-    except (OSError, RuntimeError):  # no home, no permission: then there is no cache
+    if (made := found()) is None:
         return False
-    sys.path.append(str(found))  # for what the modules share
-    memd.__path__.insert(0, str(found / "memd"))
+    sys.path.append(str(made))  # for what the modules share
+    memd.__path__.insert(0, str(made / "memd"))
     try:
         for module in MODULES:
             importlib.import_module(f"memd.{module}")
     except ImportError:
-        sys.path.remove(str(found))
-        memd.__path__.remove(str(found / "memd"))
+        sys.path.remove(str(made))
+        memd.__path__.remove(str(made / "memd"))
         for module in MODULES:
             sys.modules.pop(f"memd.{module}", None)
         return False
     return True
 
 
-def build() -> Path:
-    """Compile, unless it was done before; returns the folder.
+def build(under: Path | None = None) -> Path:
+    """Compile, unless it was done before; returns the folder, by default one in the cache.
 
     Raises:
         CannotCompile: no mypyc, no C compiler, or the cache cannot be written.
     """
-    target = folder()
+    target = folder(under)
     if (target / "memd").is_dir():
         return target
     try:
@@ -101,7 +111,9 @@ def _compile(scratch: Path) -> None:
             cwd=scratch,
             env={
                 **os.environ,
-                "PYTHONPATH": str(scratch),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(scratch), os.environ.get("PYTHONPATH", "")]
+                ).rstrip(os.pathsep),
                 "MYPY_CACHE_DIR": str(scratch / "cache"),
             },
             capture_output=True,
@@ -120,7 +132,7 @@ def _compile(scratch: Path) -> None:
 def main() -> int:
     """Exit status 1 when it could not be compiled; memd then runs as plain Python."""
     try:
-        print(f"memd's core is compiled: {build()}")
+        print(f"memd's core is compiled: {build(Path(sys.argv[1]) if sys.argv[1:] else None)}")
     except CannotCompile as error:
         print(f"memd's core stays plain Python: {error}", file=sys.stderr)
         return 1

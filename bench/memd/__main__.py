@@ -86,7 +86,7 @@ def measure_pool(
     """All figures of one pool size; subjects take turns, round by round."""
     ours = [sys.executable, "-m", "bench.memd.worker"]
     kinds = ["daemon", "answer", "compiled", "plain"]
-    if not compiled.folder().exists():
+    if compiled.found() is None:
         kinds.remove("compiled")
     commands = [[*ours, kind, str(blocks)] for kind in kinds]
     if peer is not None:
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="also write all figures here")
     given = parser.parse_args(argv)
     sequences = [int(text) for text in given.sequences.split(",")]
-    if not compiled.folder().exists():
+    if compiled.found() is None:
         print(
             "memd's core is not compiled here: `python -m memd.compiled` compiles it",
             file=sys.stderr,

@@ -77,6 +77,19 @@ def test_a_core_compiled_from_other_sources_is_not_taken(
     assert not compiled.prefer()
 
 
+def test_an_image_names_a_folder_of_its_own_and_the_cache_is_still_looked_at(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    in_cache = cache / "memd"
+    monkeypatch.setenv("PAGEKEEPER_CACHE", str(tmp_path))
+    assert compiled.found() is None
+    monkeypatch.setenv("PAGEKEEPER_CORES", str(in_cache))
+    assert compiled.found() == compiled.folder(in_cache)
+    monkeypatch.setenv("PAGEKEEPER_CACHE", str(cache))
+    monkeypatch.setenv("PAGEKEEPER_CORES", str(tmp_path))
+    assert compiled.found() == compiled.folder()
+
+
 def test_no_compiler_is_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
