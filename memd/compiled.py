@@ -83,7 +83,8 @@ def build(under: Path | None = None) -> Path:
     if (target / "memd").is_dir():
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # A cache is its user's alone; what an image ships is read by whoever runs it.
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o755 if under else 0o700)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
             _compile(Path(scratch))
             made = Path(scratch) / "made"

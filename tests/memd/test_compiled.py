@@ -40,7 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGEKEEPER_CACHE", str(folder))
-        compiled.build()
+        compiled.build(folder / "memd")
     return folder
 
 
@@ -85,6 +85,8 @@ def test_an_image_names_a_folder_of_its_own_and_the_cache_is_still_looked_at(
     assert compiled.found() is None
     monkeypatch.setenv("PAGEKEEPER_CORES", str(in_cache))
     assert compiled.found() == compiled.folder(in_cache)
+    for made in (in_cache, compiled.folder(in_cache)):
+        assert made.stat().st_mode & 0o055 == 0o055  # an image's user is not who built it
     monkeypatch.setenv("PAGEKEEPER_CACHE", str(cache))
     monkeypatch.setenv("PAGEKEEPER_CORES", str(tmp_path))
     assert compiled.found() == compiled.folder()
