@@ -16,11 +16,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
 
-from executor.gguf_reader import GgufReader
+from executor.gguf_reader import GgufReader, TensorInfo
 from executor.models.config import ModelConfig
 from executor.models.registry import UnknownModel
+from executor.quantize import Quantised, of_gguf
 from executor.weights import BadModel, Named
 from wire.settings import cache_dir
 
@@ -49,6 +53,7 @@ _INNER: Mapping[str, str] = MappingProxyType(
         "ffn_down": "mlp.down_proj",
     }
 )
+_PERMUTED = "LlamaForCausalLM"  # the architecture whose q and k rows llama.cpp reorders
 _ROPE_DIVISORS = "rope_freqs.weight"  # how Llama 3's scaling is stored, worked out per frequency
 _CONVERT = """
 import sys
@@ -69,6 +74,7 @@ class GgufFile:
         """
         self.path = path
         self._reader = GgufReader(path)
+        self._named: dict[str, TensorInfo] | None = None
 
     def value(self, key: str) -> Any:
         """A metadata value, or None."""
@@ -143,9 +149,52 @@ class GgufFile:
                 continue
             name = _hugging_face_name(tensor.name)
             weight = torch.from_numpy(self._reader.floats(tensor))
-            if config.architecture == "LlamaForCausalLM":
-                weight = _unpermuted(name, weight, config)
-            yield name, weight
+            yield name, self._in_order(name, weight, config)
+
+    def rows_of_bytes(self, name: str) -> NDArray[np.uint8] | None:
+        """[rows, bytes]: a matrix whose rows are stored as Q8_0, under its Hugging Face name, or None."""
+        tensor = self._tensors().get(name)
+        if tensor is None or tensor.kind != GGMLQuantizationType.Q8_0:
+            return None
+        return self._reader.raw(tensor)
+
+    def quantised(self, name: str, config: ModelConfig) -> Quantised | None:
+        """A matrix as it is stored, under its Hugging Face name; None if not in a form the native step has.
+
+        Raises:
+            BadModel: as `weights`.
+        """
+        tensor = self._tensors().get(name)
+        if tensor is None or len(tensor.shape) != 2:
+            return None
+        found = of_gguf(self._reader.raw(tensor), tensor.kind)
+        if found is None:
+            return None
+        order = torch.arange(tensor.shape[0])
+        turned = self._in_order(name, order, config)
+        return found if turned is order else found.rows(turned.numpy())
+
+    def vector(self, name: str, config: ModelConfig) -> torch.Tensor | None:
+        """A norm or bias as it is stored, in float32, under its Hugging Face name, or None."""
+        tensor = self._tensors().get(name)
+        if tensor is None:
+            return None
+        return self._in_order(name, torch.from_numpy(self._reader.floats(tensor)), config)
+
+    @staticmethod
+    def _in_order(name: str, weight: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+        """Its rows in Hugging Face's order."""
+        return _unpermuted(name, weight, config) if config.architecture == _PERMUTED else weight
+
+    def _tensors(self) -> dict[str, TensorInfo]:
+        """By Hugging Face name."""
+        if self._named is None:
+            self._named = {
+                _hugging_face_name(tensor.name): tensor
+                for tensor in self._reader.tensors
+                if tensor.name != _ROPE_DIVISORS
+            }
+        return self._named
 
 
 def _hugging_face_name(name: str) -> str:

@@ -71,13 +71,18 @@ class GgufReader:
         except (struct.error, ValueError, KeyError, UnicodeDecodeError, RecursionError) as error:
             raise BadModel(f"{path} is not a readable GGUF file: {error}") from error
 
+    def raw(self, tensor: TensorInfo) -> NDArray[np.uint8]:
+        """The tensor's bytes, [rows, bytes of a row], a view of the file."""
+        found = np.frombuffer(self._data, np.uint8, tensor.size, tensor.offset)
+        return found.reshape(int(np.prod(tensor.shape[:-1])), -1)
+
     def floats(self, tensor: TensorInfo) -> NDArray[np.float32]:
         """The tensor's weights, dequantized, in an array that may be written to.
 
         Raises:
             BadModel: a type of quantization that is not known.
         """
-        raw = np.frombuffer(self._data, np.uint8, tensor.size, tensor.offset)
+        raw = self.raw(tensor).ravel()
         if tensor.kind == GGMLQuantizationType.F32:
             return raw.view(np.float32).reshape(tensor.shape).copy()
         if tensor.kind == GGMLQuantizationType.F16:

@@ -48,6 +48,7 @@ class LoadedModel:
     config: ModelConfig
     card: Card
     digest: str  # of config and weights: equal digests compute equal K and V
+    file: GgufFile | None = None  # where the weights came from, when that is a GGUF file
 
 
 def load_model(
@@ -119,7 +120,7 @@ def _load_gguf(
     eos = {file.value("tokenizer.ggml.eos_token_id"), file.value("tokenizer.ggml.eot_token_id")}
     name = "SmolLM2-135M-Instruct" if source == DEFAULT_MODEL else path.stem
     card = _card(name, path.name, config, folder, {int(i) for i in eos if i is not None})
-    return LoadedModel(decoder, config, card, _digest(config, content))
+    return LoadedModel(decoder, config, card, _digest(config, content), file)
 
 
 def _load_folder(

@@ -17,6 +17,7 @@ from executor.load import LoadedModel
 from executor.models.config import ModelConfig
 from executor.models.decoder import Linear
 from executor.plan import Draw, Drawn, Plan, Row
+from executor.quantize import Quantised, Weights, of_floats, stacked
 from executor.sampler import sample
 from kernels.cpu import native
 from kernels.cpu.build import Unavailable
@@ -26,6 +27,7 @@ from wire.sampling import Sampling
 
 Ids = NDArray[np.int32]
 
+_EMBEDDING = "model.embed_tokens"
 _ANGLES = 1024  # positions whose angles are computed at first; doubled when they are not enough
 
 
@@ -108,6 +110,7 @@ class NativeRunner:
         device: torch.device | str,
         dtype: torch.dtype,
         threads: int | None = None,
+        weights: Weights = "plain",
         keep: bool = False,
         variant: Variant | None = None,
     ) -> None:
@@ -119,6 +122,7 @@ class NativeRunner:
             device: the CPU.
             dtype: of K and V; the model's own.
             threads: default: as many as torch uses.
+            weights: how they are held: as they are, as the GGUF file has them, or in 8 bits.
             keep: leave the weights in `loaded`, to be used otherwise as well. By default each is dropped
                 once it is packed, so that there are never two copies of the model.
             variant: how to build the step; default: the fastest this CPU can run.
@@ -132,13 +136,13 @@ class NativeRunner:
         self._dtype = dtype
         self._library = native.load(variant)
         self.kv = NativeKV(num_blocks, num_blocks * self.block_bytes + native.SLACK)
-        weights = _Weights(self._library, wide=dtype == torch.float32, keep=keep)
-        model = _model(loaded, weights, block_size, num_blocks)
+        packed = _Weights(self._library, loaded, weights, keep=keep)
+        model = _model(loaded, packed, block_size, num_blocks)
         if not keep:
             native.give_back()
         model.threads = threads or torch.get_num_threads()
         model.kv = self.kv.memory.ctypes.data
-        self._engine = native.Engine(self._library, model, (self.kv.memory, weights.owned))
+        self._engine = native.Engine(self._library, model, (self.kv.memory, packed.owned))
         self._tables: dict[int, _Table] = {}  # of the last step, by sequence
         self._logits = torch.empty(0, loaded.config.vocab_size)
         self._cosines, self._sines = _angles(loaded.config, 0)
@@ -304,17 +308,35 @@ def _angles(config: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:
 class _Weights:
     """Copies of a model's weights as the step wants them."""
 
-    def __init__(self, library: native.Library, *, wide: bool, keep: bool) -> None:
+    def __init__(
+        self, library: native.Library, loaded: LoadedModel, weights: Weights, *, keep: bool
+    ) -> None:
         self._library = library
+        self._loaded = loaded
+        self._weights = weights
+        self._file = loaded.file if weights == "file" else None
         self._arena = native.Arena()
-        self._wide = wide
+        self._wide = loaded.model.dtype == torch.float32
         self._keep = keep
         self.owned: list[object] = []  # what the addresses given out point into
 
-    def vector(self, values: Tensor | None) -> int | None:
-        """Address of a float32 copy, padded with 0 to whole panels."""
+    def vector(self, values: Tensor | None, *names: str) -> int | None:
+        """Address of a float32 copy, padded with 0 to whole panels.
+
+        Args:
+            names: of its parts, as Hugging Face has them.
+        """
         if values is None:
             return None
+        return self._padded(self._as_stored(values, names))
+
+    def _as_stored(self, values: Tensor, names: Sequence[str]) -> Tensor:
+        file, config = self._file, self._loaded.config
+        parts = [file.vector(name, config) for name in names] if file else []
+        given = [part for part in parts if part is not None]
+        return torch.cat(given) if given and len(given) == len(parts) else values
+
+    def _padded(self, values: Tensor) -> int:
         flat = values.float().numpy(force=True).ravel()
         out = np.zeros(-(-len(flat) // self._library.panel) * self._library.panel, np.float32)
         out[: len(flat)] = flat
@@ -330,15 +352,53 @@ class _Weights:
         self.owned.append(packed)
         return packed.ctypes.data
 
-    def linear(self, linear: Linear, *, pairs: bool = False) -> native.Linear:
-        """Packed; the original is dropped."""
-        address = self.matrix(linear.weight, pairs=pairs)
+    def linear(self, linear: Linear, names: Sequence[str], *, pairs: bool = False) -> native.Linear:
+        """Packed; the original is dropped.
+
+        Args:
+            names: of its parts, as Hugging Face has them, without `.weight` and `.bias`.
+        """
+        quantised = self._quantised(linear, names)
+        if quantised is None:
+            form, address = native.Form.UNITS, self.matrix(linear.weight, pairs=pairs)
+        else:
+            form, address = quantised.form, self._packed(quantised, pairs=pairs)
         bias = linear.bias
-        if bias is not None and pairs:
-            bias = self._in_turns(bias)
+        if bias is not None:
+            bias = self._as_stored(bias, [f"{name}.bias" for name in names])
+            bias = self._in_turns(bias) if pairs else bias
         if not self._keep:
             linear.weight = torch.empty(0)
-        return native.Linear(address, self.vector(bias))
+        return native.Linear(address, None if bias is None else self._padded(bias), form)
+
+    def embedding(self, embedding: Tensor) -> tuple[native.Form, int]:
+        """Form and address of a row-major copy."""
+        raw = self._file.rows_of_bytes(f"{_EMBEDDING}.weight") if self._file else None
+        if raw is None:
+            rows = embedding.contiguous()
+            self.owned.append(rows)
+            return native.Form.UNITS, rows.data_ptr()
+        if not self._keep:
+            self._loaded.model.embedding = torch.empty(0)
+        copied = self._arena.take(raw.nbytes)
+        copied[:] = raw.ravel()
+        self.owned.append(copied)
+        return native.Form.BYTES, copied.ctypes.data
+
+    def _quantised(self, linear: Linear, names: Sequence[str]) -> Quantised | None:
+        if self._weights == "int8":
+            return of_floats(linear.weight.float().numpy(force=True))
+        if self._file is None:
+            return None
+        config = self._loaded.config
+        return stacked([self._file.quantised(f"{name}.weight", config) for name in names])
+
+    def _packed(self, matrix: Quantised, *, pairs: bool) -> int:
+        packed = self._library.pack_groups(
+            self._arena, matrix.form, matrix.weight, matrix.scales, matrix.offsets, pairs=pairs
+        )
+        self.owned.append(packed)
+        return packed.ctypes.data
 
     def _in_turns(self, bias: Tensor) -> Tensor:
         """Gates and their partners as vectors in turn, each half padded to whole vectors."""
@@ -355,21 +415,22 @@ def _model(
     config, decoder = loaded.config, loaded.model
     layers = (native.Layer * config.layers)()
     for index, layer in enumerate(decoder.layers):
+        at = f"model.layers.{index}"
         layers[index] = native.Layer(
-            weights.vector(layer.input_norm),
-            weights.vector(layer.post_norm),
-            weights.vector(layer.query_norm),
-            weights.vector(layer.key_norm),
-            weights.linear(layer.qkv),
-            weights.linear(layer.output),
-            weights.linear(layer.gate_up, pairs=True),
-            weights.linear(layer.down),
+            weights.vector(layer.input_norm, f"{at}.input_layernorm.weight"),
+            weights.vector(layer.post_norm, f"{at}.post_attention_layernorm.weight"),
+            weights.vector(layer.query_norm, f"{at}.self_attn.q_norm.weight"),
+            weights.vector(layer.key_norm, f"{at}.self_attn.k_norm.weight"),
+            weights.linear(layer.qkv, [f"{at}.self_attn.{part}_proj" for part in "qkv"]),
+            weights.linear(layer.output, [f"{at}.self_attn.o_proj"]),
+            weights.linear(layer.gate_up, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], pairs=True),
+            weights.linear(layer.down, [f"{at}.mlp.down_proj"]),
             layer.window or 0,
             layer.rotated,
         )
-    embedding = decoder.embedding.contiguous()
-    head = weights.matrix(embedding) if config.tied else weights.linear(decoder.head).weight
-    weights.owned += (layers, embedding)
+    form, embedding = weights.embedding(decoder.embedding)
+    head = weights.linear(decoder.head, [_EMBEDDING if config.tied else "lm_head"])
+    weights.owned.append(layers)
     return native.Model(
         wide=decoder.dtype == torch.float32,
         hidden=config.hidden,
@@ -383,8 +444,9 @@ def _model(
         blocks=num_blocks,
         epsilon=config.norm_epsilon,
         scale=config.head_dim**-0.5,
-        embedding=embedding.data_ptr(),
-        norm=weights.vector(decoder.norm),
+        embedding_form=form,
+        embedding=embedding,
+        norm=weights.vector(decoder.norm, "model.norm.weight"),
         head=head,
         layer=ctypes.addressof(layers),
     )

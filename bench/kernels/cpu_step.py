@@ -4,7 +4,9 @@ Both run in this process and take turns, round by round, so that a noisy machine
 each figure stands the read bandwidth probed in the same rounds, which small batches follow.
 
     python -m bench.kernels.cpu_step [--model NAME] [--streams 1,8,16,64] [--context 320] [--rounds 5]
-        [--only native|torch] [--csv FILE]
+        [--only native|torch] [--weights plain|file|int8] [--csv FILE]
+
+With several --weights, such as `plain,file`, each is a runner of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -25,6 +28,7 @@ import torch
 from executor.load import DEFAULT_MODEL, LoadedModel, load_model
 from executor.native import NativeRunner, why_not
 from executor.plan import Draw, Plan, Row
+from executor.quantize import Weights
 from executor.runner import Runner
 from wire.sampling import Sampling
 
@@ -83,7 +87,9 @@ def timed(step: Step) -> float:
     return statistics.median(times)
 
 
-def runners(model: str, blocks: int, only: str) -> dict[str, Runner | NativeRunner]:
+def runners(
+    model: str, blocks: int, only: str, weights: Sequence[Weights]
+) -> dict[str, Runner | NativeRunner]:
     """Those asked for, KV memory zeroed. Ends the process when there is no native step."""
 
     def loaded() -> LoadedModel:
@@ -94,14 +100,20 @@ def runners(model: str, blocks: int, only: str) -> dict[str, Runner | NativeRunn
     kind = torch.bfloat16
     made: dict[str, Runner | NativeRunner] = {}
     if only != "torch":
-        weights = loaded()
-        if reason := why_not(weights, kind):
-            sys.exit(reason)
-        native = NativeRunner(
-            weights, num_blocks=blocks, block_size=BLOCK, device="cpu", dtype=kind
-        )
-        native.kv.memory.fill(0)
-        made["native"] = native
+        for held in weights:
+            model_loaded = loaded()
+            if reason := why_not(model_loaded, kind):
+                sys.exit(reason)
+            native = NativeRunner(
+                model_loaded,
+                num_blocks=blocks,
+                block_size=BLOCK,
+                device="cpu",
+                dtype=kind,
+                weights=held,
+            )
+            native.kv.memory.fill(0)
+            made["native" if held == "plain" else held] = native
     if only != "native":
         plain = Runner(loaded(), num_blocks=blocks, block_size=BLOCK, device="cpu", dtype=kind)
         plain.kv.keys.zero_()
@@ -118,13 +130,17 @@ def main() -> int:
     parser.add_argument("--prefill", default="256")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("native", "torch", "both"), default="both")
+    parser.add_argument("--weights", default="plain")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     rng = random.Random(0)
     streams = [int(n) for n in args.streams.split(",") if n]
     prompts = [int(n) for n in args.prefill.split(",") if n]
     blocks = 2 + max(max(streams, default=1) * args.context, *prompts, 0) // BLOCK * 2
-    made = runners(args.model, blocks, args.only)
+    weights = [held for held in get_args(Weights) if held in args.weights.split(",")]
+    if len(weights) != len(args.weights.split(",")):
+        parser.error(f"--weights {args.weights}: choose of {', '.join(get_args(Weights))}")
+    made = runners(args.model, blocks, args.only, weights)
     cases = [Case(f"{n} streams", decode_plan(n, args.context, blocks, rng)) for n in streams]
     cases += [Case(f"prompt of {n}", prefill_plan(n, blocks, rng)) for n in prompts]
     probe = torch.from_numpy(np.zeros(PROBE // 4, np.float32) + 1)
@@ -150,7 +166,7 @@ def report(cases: list[Case], names: list[str], path: Path | None) -> None:
             )
             for name in names
         )
-        ratio = f"{medians['torch'] / medians['native']:.2f}" if len(names) == 2 else ""
+        ratio = f"{medians[names[-1]] / medians[names[0]]:.2f}" if len(names) == 2 else ""
         print(f"{case.name:16}{spread}{ratio:>8}{statistics.median(case.bandwidth):>8.1f}")
         rows += [
             {"case": case.name, "runner": name, "ms": f"{ms:.3f}"} for name, ms in medians.items()

@@ -25,7 +25,8 @@ COMPILERS = ("g++", "clang++", "c++")
 # GNU dialect: products and sums may fuse, as everywhere else in numerics; nothing of -ffast-math.
 FLAGS = (
     "-std=gnu++20",
-    "-O3",
+    "-O2",
+    "-ftree-vectorize",
     "-shared",
     "-fPIC",
     "-pthread",

@@ -29,7 +29,12 @@ _NEEDS_AVX512 = _NEEDS_AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 # Fastest first.
 VARIANTS = (
-    Variant("avx512-bf16", _X86, _NEEDS_AVX512 | {"avx512_bf16"}, (*_AVX512, "-mavx512bf16")),
+    Variant(
+        "avx512-bf16",
+        _X86,
+        _NEEDS_AVX512 | {"avx512_bf16", "avx512_vnni"},
+        (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+    ),
     Variant("avx512", _X86, _NEEDS_AVX512, _AVX512),
     Variant("avx2", _X86, _NEEDS_AVX2, _AVX2),
     Variant("sse2", _X86, frozenset(), ()),

@@ -6,6 +6,7 @@ Calls release the GIL. Pointers are not checked here: whoever fills a `Step` has
 from __future__ import annotations
 
 import ctypes
+import enum
 import mmap
 import weakref
 from collections.abc import Sequence
@@ -23,12 +24,22 @@ SLACK = 64  # bytes behind the KV memory: a vector of keys may reach past the la
 _HUGE = 2 << 20  # bytes of a huge page
 _LINE = 64  # bytes of a cache line
 _CHUNK = 32 << 20  # bytes an arena takes from the system at once
+GROUP = 32  # inputs of a quantised weight that share a scale
 
 Bytes = NDArray[np.uint8]
+Halves = NDArray[np.float16]
+
+
+class Form(enum.IntEnum):
+    """How the weights of a product are stored."""
+
+    UNITS = 0  # bfloat16 or float32
+    NIBBLES = 1  # offset + scale * (0 .. 15)
+    BYTES = 2  # scale * (-128 .. 127)
 
 
 class Linear(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("form", c_int64))
 
 
 class Layer(Structure):
@@ -61,9 +72,10 @@ class Model(Structure):
         ("threads", c_int64),
         ("epsilon", c_double),
         ("scale", c_double),
+        ("embedding_form", c_int64),
         ("embedding", c_void_p),
         ("norm", c_void_p),
-        ("head", c_void_p),
+        ("head", Linear),
         ("layer", c_void_p),
         ("kv", c_void_p),
     )
@@ -135,6 +147,10 @@ class Library:
         loaded.pk_packed.restype = c_int64
         loaded.pk_pack.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]
         loaded.pk_pack.restype = None
+        loaded.pk_packed_groups.argtypes = [c_int64, c_int64, c_int64]
+        loaded.pk_packed_groups.restype = c_int64
+        loaded.pk_pack_groups.argtypes = [*[c_void_p] * 4, *[c_int64] * 4]
+        loaded.pk_pack_groups.restype = None
         loaded.pk_start.argtypes = [POINTER(Model)]
         loaded.pk_start.restype = c_void_p
         loaded.pk_step.argtypes = [c_void_p, POINTER(Step)]
@@ -162,11 +178,52 @@ class Library:
             weight: address of [columns, inner] of float32 (wide) or bfloat16, contiguous.
             pairs: the first half of the columns are gates, the second half their partners.
         """
-        half = -(-(columns // 2) // self.lanes) * self.lanes
-        padded = 2 * half if pairs else columns
-        out = arena.take(4 * int(self._loaded.pk_packed(padded, inner, wide)))
+        out = arena.take(4 * int(self._loaded.pk_packed(self._padded(columns, pairs), inner, wide)))
         self._loaded.pk_pack(out.ctypes.data, weight, columns, inner, wide, pairs)
         return out
+
+    def pack_groups(
+        self,
+        arena: Arena,
+        form: Form,
+        weight: Bytes,
+        scales: Halves,
+        offsets: Halves | None,
+        *,
+        pairs: bool = False,
+    ) -> Bytes:
+        """A packed copy of a quantised weight.
+
+        Args:
+            arena: where the copy goes.
+            form: NIBBLES, or BYTES, which have no offsets.
+            weight: [columns, groups * 32], 0 to 15 or 128 more than the weight.
+            scales: [columns, groups].
+            offsets: as scales.
+            pairs: as in `pack`.
+
+        Raises:
+            ValueError: the shapes do not fit each other or the form.
+        """
+        columns, groups = scales.shape
+        second = None if offsets is None else offsets.shape
+        wanted = scales.shape if form == Form.NIBBLES else None
+        if weight.shape != (columns, groups * GROUP) or second != wanted:
+            raise ValueError(
+                f"{form.name}: weight {weight.shape}, scales {scales.shape} and offsets {second} do not fit"
+            )
+        size = self._loaded.pk_packed_groups(self._padded(columns, pairs), groups, form)
+        out = arena.take(int(size))
+        given = (weight, scales, scales if offsets is None else offsets)
+        own = [np.ascontiguousarray(part) for part in given]
+        self._loaded.pk_pack_groups(
+            out.ctypes.data, *(part.ctypes.data for part in own), columns, groups, form, pairs
+        )
+        return out
+
+    def _padded(self, columns: int, pairs: bool) -> int:
+        """Columns of a packed weight before they are padded to whole panels."""
+        return 2 * (-(-(columns // 2) // self.lanes) * self.lanes) if pairs else columns
 
 
 class Engine:

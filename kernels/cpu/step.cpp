@@ -7,6 +7,10 @@
 // one block and one KV head form a tile: K as [head_dim / per][block_size] units, so that one vector holds a
 // score of W keys, then V as [block_size / per][head_dim] units. One layer's tiles are [block][kv_head][K, V].
 //
+// Quantised weights stay as small as their file has them and are multiplied exactly: 4 or 8 bits of weight by
+// 16 of input, summed as integers over groups of 32 inputs, each group's sum then scaled in float32. Rounding an
+// input row to 16 bits costs less than rounding it to bfloat16 does.
+//
 // Every token's numbers are computed in the same order whatever stands beside it in the batch, so a text does
 // not depend on its company. No -ffast-math: NaN and infinity must reach the caller, who fails that row.
 // A slot that was never written may hold NaN, and 0 * NaN is NaN: such slots are left out, not weighted by 0.
@@ -32,6 +36,7 @@ namespace {
 using std::size_t;
 using i32 = std::int32_t;
 using i64 = std::int64_t;
+using u8 = std::uint8_t;
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
@@ -55,11 +60,14 @@ constexpr int VECTORS = 4;
 constexpr int PANEL = VECTORS * W;
 constexpr int MOST_HEAD = 256;
 constexpr int AHEAD = 3;  // blocks of K and V fetched before they are needed
+constexpr int FETCHED = 2048;  // bytes of quantised weights fetched before they are needed
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef u32 vu __attribute__((vector_size(W * 4)));
 typedef i32 vi __attribute__((vector_size(W * 4)));
 typedef u16 vh __attribute__((vector_size(W * 2)));
+typedef u16 vw __attribute__((vector_size(W * 4)));
+typedef std::int16_t vs __attribute__((vector_size(W * 2)));
 
 #define INLINE inline __attribute__((always_inline))
 #define PUBLIC __attribute__((visibility("default")))
@@ -241,6 +249,10 @@ template <class F> INLINE void with_vectors(int vectors, const F& f) {
         default: return f(Number<4>{});
     }
 }
+// A product's share of a panel is half or all of it.
+template <class F> INLINE void with_half_or_all(int vectors, const F& f) {
+    vectors == VECTORS ? f(Number<VECTORS>{}) : f(Number<VECTORS / 2>{});
+}
 template <class F> INLINE void with_rows(int rows, const F& f) {
     switch (rows) {
         case 1: return f(Number<1>{});
@@ -250,6 +262,209 @@ template <class F> INLINE void with_rows(int rows, const F& f) {
         case 5: if constexpr (ROWS >= 5) return f(Number<5>{}); break;
         case 6: if constexpr (ROWS >= 6) return f(Number<6>{}); break;
     }
+}
+
+// ---------------------------------------------------------------- quantised weights
+
+constexpr int GROUP = 32;          // inputs that share a scale
+constexpr int PAIRS = GROUP / 2;   // units of two 16-bit integers in a group
+
+enum Form : i64 { UNITS, NIBBLES, BYTES };
+
+// acc += w . x, pairs of 16-bit integers; `w` is not negative.
+INLINE vi dot_pairs(vi acc, vu w, u32 x) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32((int)x));
+#elif defined(__AVX512BW__)
+    return acc + (vi)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32((int)x));
+#elif defined(__AVX2__)
+    return acc + (vi)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32((int)x));
+#elif defined(__SSE2__)
+    return acc + (vi)_mm_madd_epi16((__m128i)w, _mm_set1_epi32((int)x));
+#else
+    return acc + (vi)(w & 0xffffu) * (i32)(std::int16_t)x + (vi)(w >> 16) * ((i32)x >> 16);
+#endif
+}
+
+// W half precision numbers.
+INLINE vf halves(const u8* from) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+    const vu bits = __builtin_convertvector(load<vh>(from), vu);
+    const vf size = (vf)((bits & 0x7fffu) << 13) * 0x1p112f;
+    return (vf)((vu)size | (bits & 0x8000u) << 16);
+#endif
+}
+
+// A group of 32 inputs of one panel: a scale of half precision for each column, perhaps an offset, then words,
+// [words][PANEL], each of one column and `parts` pairs of neighbouring inputs.
+struct Nibbles {  // offset + scale * (0 .. 15)
+    static constexpr int parts = 4, words = PAIRS / parts;
+    static constexpr bool offset = true;
+    static constexpr int weights = 4 * PANEL, bytes = weights + 4 * words * PANEL;
+    static INLINE vu part(vu word, int p) {
+        const vw moved = (vw)word >> (u16)(4 * p);
+        return p == 3 ? (vu)moved : (vu)moved & 0x000f000fu;
+    }
+    // What the words hold: the weights of a column, 8 to each, pairs 4 bits apart.
+    static u32 word(const u8* q) {
+        u32 all = 0;
+        for (int p = 0; p < parts; p++) all |= (q[2 * p] | (u32)q[2 * p + 1] << 16) << 4 * p;
+        return all;
+    }
+};
+struct Bytes {  // scale * (-128 .. 127), stored with 128 added, which sums of input take back
+    static constexpr int parts = 2, words = PAIRS / parts;
+    static constexpr bool offset = false;
+    static constexpr int weights = 2 * PANEL, bytes = weights + 4 * words * PANEL;
+    static INLINE vu part(vu word, int p) {
+        return p ? (vu)((vw)word >> (u16)8) : word & 0x00ff00ffu;
+    }
+    static u32 word(const u8* q) {
+        return q[0] | (u32)q[1] << 16 | (u32)q[2] << 8 | (u32)q[3] << 24;
+    }
+};
+
+// Rows of input as integers. Of each row and group, the sum of its integers as Q needs it: a float32 that an
+// offset is multiplied by, or what its scaled products begin with.
+struct Integers {
+    const u32* pairs;  // [rows][stride]
+    const u32* sums;   // [rows][stride / PAIRS]
+    size_t stride;
+};
+
+// Writes a row of n numbers (padded with 0 to whole vectors and groups) as integers; returns what one is worth.
+float to_integers(const float* x, size_t n, bool as_offset, u32* pairs, u32* sums) {
+    vf most = {}, fault = {};
+    for (size_t i = 0; i < n; i += W) {
+        const vf v = load<vf>(x + i), size = (vf)((vu)v & 0x7fffffffu);
+        most = size > most ? size : most;
+        fault += v * 0.0f;
+    }
+    float peak = 0;
+    for (int i = 0; i < W; i++) peak = most[i] > peak ? most[i] : peak;
+    const float worth = peak / 32767.0f + sum(fault);  // NaN when an input is not finite: so are all products
+    const float factor = worth > 0 ? 1.0f / worth : 0.0f;
+    for (size_t group = 0; group * GROUP < n; group++) {
+        vi total = {};
+        for (size_t i = group * GROUP; i < (group + 1) * GROUP; i += W) {
+            const vi whole = (vi)(load<vf>(x + i) * factor + 12582912.0f) - 0x4b400000;
+            total += whole;
+            store(reinterpret_cast<u16*>(pairs) + i, __builtin_convertvector(whole, vs));
+        }
+        i32 all = 0;
+        for (int i = 0; i < W; i++) all += total[i];
+        const float shown = (float)all;
+        if (as_offset) std::memcpy(sums + group, &shown, 4);
+        else sums[group] = (u32)(-128 * all);
+    }
+    return worth;
+}
+
+// totals[r][v] += one group's product. `Weights` gives unit i of vector v, and scale and offset of vector v.
+template <class Q, int R, int NV, class Weights>
+INLINE void add_group(float* totals, const Weights& weights, const Integers& x, size_t group) {
+    vi acc[R][NV];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++)
+            acc[r][v] = Q::offset ? vi{} : vi{} + (i32)x.sums[r * (x.stride / PAIRS) + group];
+    weights.each([&](int v, int i, vu part) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+            acc[r][v] = dot_pairs(acc[r][v], part, x.pairs[r * x.stride + group * PAIRS + i]);
+    });
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+        const vf scale = weights.scale(v), offset = Q::offset ? weights.offset(v) : vf{};
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+            float* at = totals + r * PANEL + v * W;
+            vf total = load<vf>(at) + __builtin_convertvector(acc[r][v], vf) * scale;
+            if (Q::offset) total += offset * as_float(x.sums[r * (x.stride / PAIRS) + group]);
+            store(at, total);
+        }
+    }
+}
+
+// A group as it is stored.
+template <class Q, int NV> struct Stored {
+    const u8* at;
+    int skipped;  // columns of the panel
+    template <class F> INLINE void each(const F& f) const {
+#pragma GCC unroll 1
+        for (int word = 0; word < Q::words; word++) {
+            const u8* from = at + Q::weights + (word * PANEL + skipped) * 4;
+            vu words[NV];
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                __builtin_prefetch(from + v * W * 4 + FETCHED);
+                words[v] = load<vu>(from + v * W * 4);
+            }
+#pragma GCC unroll 4
+            for (int p = 0; p < Q::parts; p++)
+#pragma GCC unroll 4
+                for (int v = 0; v < NV; v++) f(v, word * Q::parts + p, Q::part(words[v], p));
+        }
+    }
+    INLINE vf scale(int v) const { return halves(at + (skipped + v * W) * 2); }
+    INLINE vf offset(int v) const { return halves(at + (PANEL + skipped + v * W) * 2); }
+};
+
+// The same, unpacked once for many rows.
+template <class Q> struct Unpacked {
+    alignas(64) u32 units[PAIRS][PANEL];
+    alignas(64) float scales[PANEL], offsets[PANEL];
+
+    template <int NV> INLINE void take(const u8* at, int skipped) {
+#pragma GCC unroll 1
+        for (int word = 0; word < Q::words; word++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                const u8* from = at + Q::weights + (word * PANEL + skipped + v * W) * 4;
+                __builtin_prefetch(from + FETCHED);
+                const vu all = load<vu>(from);
+#pragma GCC unroll 4
+                for (int p = 0; p < Q::parts; p++) store(units[word * Q::parts + p] + v * W, Q::part(all, p));
+            }
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) {
+            store(scales + v * W, halves(at + (skipped + v * W) * 2));
+            if (Q::offset) store(offsets + v * W, halves(at + (PANEL + skipped + v * W) * 2));
+        }
+    }
+};
+template <class Q, int NV> struct Ready {
+    const Unpacked<Q>& from;
+    template <class F> INLINE void each(const F& f) const {
+#pragma GCC unroll 1
+        for (int i = 0; i < PAIRS; i++) {
+            vu part[NV];
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) part[v] = load<vu>(from.units[i] + v * W);
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) f(v, i, part[v]);
+        }
+    }
+    INLINE vf scale(int v) const { return load<vf>(from.scales + v * W); }
+    INLINE vf offset(int v) const { return load<vf>(from.offsets + v * W); }
+};
+
+// totals[r][v] += all groups of a panel, unpacked on the way: for few rows.
+template <class Q, int R, int NV>
+void add_stored(float* totals, const u8* w, int skipped, const Integers& x, size_t groups) {
+    for (size_t g = 0; g < groups; g++)
+        add_group<Q, R, NV>(totals, Stored<Q, NV>{w + g * Q::bytes, skipped}, x, g);
+}
+
+template <class Q, int R, int NV>
+void add_unpacked(float* totals, const Unpacked<Q>& w, const Integers& x, size_t group) {
+    add_group<Q, R, NV>(totals, Ready<Q, NV>{w}, x, group);
 }
 
 // Splits `count` into tiles of at most ROWS, as even as can be, and calls f(first, rows).
@@ -270,8 +485,9 @@ size_t padded(size_t n, size_t to) { return (n + to - 1) / to * to; }
 extern "C" {
 
 struct Linear {
-    const u32* weight;  // packed
+    const u8* weight;   // packed
     const float* bias;  // in packed order, padded to whole panels; or null
+    i64 form;           // of `weight`
 };
 
 struct Layer {
@@ -287,9 +503,10 @@ struct Model {
     i64 hidden, intermediate, vocab, layers, heads, kv_heads, head_dim;
     i64 block_size, blocks, threads;
     double epsilon, scale;
-    const void* embedding;  // [vocab][hidden], row after row
+    i64 embedding_form;     // UNITS or BYTES
+    const void* embedding;  // [vocab][hidden], row after row; of BYTES a half and 32 integers a group
     const float* norm;      // as input_norm
-    const u32* head;        // packed
+    Linear head;
     const Layer* layer;
     u32* kv;  // [layers][blocks][kv_heads] tiles
 };
@@ -389,7 +606,7 @@ struct Tile {
 };
 
 struct Scratch {  // of one thread
-    Buffer queries, scores, tiles, out;
+    Buffer queries, scores, tiles, out, row;
     Buffer best;  // of each output and lane: the greatest logit, its id, and NaN once one was not finite
     vi* where(size_t outputs) const { return best.as<vi>() + outputs; }
     vf* faults(size_t outputs) const { return best.as<vf>() + 2 * outputs; }
@@ -397,17 +614,25 @@ struct Scratch {  // of one thread
 
 // ---------------------------------------------------------------- the step
 
-// The stages of a step: COPY and EMBED, the next nine for each layer, the last two.
-enum Kind { COPY, EMBED, NORM, QKV, PLACE, ATTEND, COMPACT, OUTPUT, POST_NORM, GATE, DOWN, LAST_NORM, HEAD };
+// The stages of a step: COPY and EMBED, the next eleven for each layer, the last two.
+enum Kind {
+    COPY, EMBED,
+    NORM, QKV, PLACE, ATTEND, COMPACT, ROUND_ATTENDED, OUTPUT, POST_NORM, GATE, ROUND_GATED, DOWN,
+    LAST_NORM, HEAD
+};
+constexpr size_t PER_LAYER = 11, BEFORE = 2, AFTER = 2;
+constexpr size_t LAST_PIECES = 8;  // stages from the last layer's ROUND_ATTENDED on
 
 class Engine {
   public:
     explicit Engine(const Model& model)
         : m(model), layers(model.layer, model.layer + model.layers), scratch(model.threads),
-          stages(2 + 9 * model.layers + 2) {
+          stages(BEFORE + PER_LAYER * model.layers + AFTER) {
         ld_hidden = padded(m.hidden, PANEL);
         ld_qkv = padded(qkv_columns(), PANEL);
         ld_gated = padded(gate_columns(), PANEL) / 2;
+        const size_t heads = m.heads * m.head_dim, inner = m.intermediate;
+        ld_integers = padded(std::max({(size_t)m.hidden, heads, inner}), GROUP) / 2;
     }
 
     void start() {
@@ -439,8 +664,10 @@ class Engine {
     std::atomic<bool> stopping{false};
 
     Buffer residual, normed, projected, queries, attended, gated, positions, owners;
+    Buffer integers, sums, worths;  // the input of the next product, when its weights are quantised
     std::vector<Tile> tiles;
     size_t ld_hidden, ld_qkv, ld_gated;  // padded to whole panels
+    size_t ld_integers;                  // in pairs
 
     size_t group() const { return m.heads / m.kv_heads; }
     size_t tile_units(int per) const { return (size_t)m.head_dim * m.block_size / per; }  // of K, or of V
@@ -471,6 +698,9 @@ class Engine {
         queries.reserve(n * m.heads * m.head_dim * 4);
         attended.reserve(n * m.heads * m.head_dim * 4);
         gated.reserve(n * ld_gated * 4);
+        integers.reserve(n * ld_integers * 4);
+        sums.reserve(n * ld_integers / PAIRS * 4);
+        worths.reserve(n * 4);
         positions.reserve(n * 4);
         owners.reserve(n * 4);
         tiles.clear();
@@ -492,6 +722,7 @@ class Engine {
             own.scores.reserve(rows * scores_stride(longest) * 4);
             own.tiles.reserve((longest / m.block_size + 2) * sizeof(void*) * 2);
             own.out.reserve(std::max<size_t>(rows * (m.head_dim + 1), ROWS * PANEL) * 4);
+            own.row.reserve(ld_integers * 8 + PANEL * 4);
             own.best.reserve(s.outputs * W * 12);
             for (i64 i = 0; i < s.outputs; i++)
                 own.best.as<vf>()[i] = splat(-INFINITY), own.where(s.outputs)[i] = vi{},
@@ -501,14 +732,14 @@ class Engine {
     }
 
     Kind kind(size_t stage) const {
-        if (stage < 2) return (Kind)stage;
-        const size_t end = 2 + 9 * layers.size();
-        return (Kind)(stage < end ? NORM + (stage - 2) % 9 : LAST_NORM + (stage - end));
+        if (stage < BEFORE) return (Kind)stage;
+        const size_t end = BEFORE + PER_LAYER * layers.size();
+        return (Kind)(stage < end ? NORM + (stage - BEFORE) % PER_LAYER : LAST_NORM + (stage - end));
     }
 
     // Rows of a stage: behind the last layer's attention only tokens that are sampled count.
     size_t rows_of(size_t stage) const {
-        return stage >= stages.size() - 6 ? s.outputs : s.tokens;
+        return stage >= stages.size() - LAST_PIECES ? s.outputs : s.tokens;
     }
 
     size_t pieces(size_t stage) const {
@@ -517,13 +748,21 @@ class Engine {
             case COPY: return s.copies * m.layers;
             case EMBED: case NORM: case PLACE: case POST_NORM: case LAST_NORM: return some;
             case QKV: return shares(qkv_columns(), n);
-            case ATTEND: return stage + 8 == stages.size() && !s.outputs ? 0 : tiles.size() * m.kv_heads;
-            case COMPACT: return stage + 7 == stages.size() && s.outputs < s.tokens;
+            case ATTEND:
+                return stage + LAST_PIECES + 2 == stages.size() && !s.outputs ? 0 : tiles.size() * m.kv_heads;
+            case COMPACT: return stage + LAST_PIECES + 1 == stages.size() && s.outputs < s.tokens;
+            case ROUND_ATTENDED: return layer_of(stage)->output.form == UNITS ? 0 : some;
+            case ROUND_GATED: return layer_of(stage)->down.form == UNITS ? 0 : some;
             case OUTPUT: case DOWN: return shares(m.hidden, n);
             case GATE: return shares(gate_columns(), n);
             case HEAD: return shares(m.vocab, n);
         }
         return 0;
+    }
+
+    const Layer* layer_of(size_t stage) const {
+        const size_t index = (stage - BEFORE) / PER_LAYER;
+        return index < layers.size() ? &layers[index] : nullptr;
     }
 
     // The columns of a product are shared out in whole panels, or in halves where those are few: one share for
@@ -549,27 +788,31 @@ class Engine {
     }
 
     template <class T> void work_on(int t, size_t stage, u32 left) {
-        const size_t n = rows_of(stage), count = pieces(stage), index = (stage - 2) / 9;
+        const size_t n = rows_of(stage), count = pieces(stage), index = (stage - BEFORE) / PER_LAYER;
         const Range some(n, count, left);
-        const Layer* layer = index < layers.size() ? &layers[index] : nullptr;
+        const Layer* layer = layer_of(stage);
         const size_t heads = m.heads * m.head_dim;
+        const Scratch& own = scratch[t];
         switch (kind(stage)) {
             case COPY: return copy<T>(count - 1 - left);
             case EMBED: return embed<T>(some);
-            case NORM: return normalise<T>(some, layer->input_norm);
+            case NORM: return normalise<T>(own, some, layer->input_norm, layer->qkv.form);
             case QKV: return project_qkv<T>(*layer, n, left);
             case PLACE: return place<T>(some, *layer, index);
             case ATTEND: {
                 const size_t piece = count - 1 - left;
-                return attend<T>(scratch[t], *layer, index, tiles[piece / m.kv_heads], piece % m.kv_heads);
+                return attend<T>(own, *layer, index, tiles[piece / m.kv_heads], piece % m.kv_heads);
             }
-            case COMPACT: return compact<T>();
+            case COMPACT: return compact<T>(layer->output.form);
+            case ROUND_ATTENDED: return round(own, some, attended.as<float>(), heads, heads, layer->output.form);
+            case ROUND_GATED:
+                return round(own, some, gated.as<float>(), ld_gated, m.intermediate, layer->down.form);
             case OUTPUT: return add_product<T>(layer->output, attended.as<u32>(), heads, heads, n, left);
-            case POST_NORM: return normalise<T>(some, layer->post_norm);
+            case POST_NORM: return normalise<T>(own, some, layer->post_norm, layer->gate_up.form);
             case GATE: return gate<T>(*layer, n, left);
             case DOWN: return add_product<T>(layer->down, gated.as<u32>(), ld_gated, m.intermediate, n, left);
-            case LAST_NORM: return normalise<T>(some, m.norm);
-            case HEAD: return choose<T>(scratch[t], left);
+            case LAST_NORM: return normalise<T>(own, some, m.norm, m.head.form);
+            case HEAD: return choose<T>(own, left);
         }
     }
 
@@ -585,20 +828,53 @@ class Engine {
         for (size_t i = rows.from; i < rows.to; i++) {
             float* to = residual.as<float>() + i * ld_hidden;
             const size_t row = (size_t)s.ids[i] * m.hidden;
-            for (i64 h = 0; h < m.hidden; h++) to[h] = T::get(m.embedding, row + h);
+            if (m.embedding_form == BYTES) {
+                const u8* group = static_cast<const u8*>(m.embedding) + row / GROUP * (GROUP + 2);
+                for (i64 h = 0; h < m.hidden; h += GROUP, group += GROUP + 2) {
+                    alignas(64) u8 copied[2 * W] = {group[0], group[1]};
+                    const float scale = halves(copied)[0];
+                    for (int j = 0; j < GROUP; j++) to[h + j] = scale * (float)(std::int8_t)group[2 + j];
+                }
+            } else {
+                for (i64 h = 0; h < m.hidden; h++) to[h] = T::get(m.embedding, row + h);
+            }
             for (size_t h = m.hidden; h < ld_hidden; h++) to[h] = 0;
         }
     }
 
     // Root mean square norm of rows of the residual stream.
-    template <class T> void normalise(Range rows, const float* weight) {
+    template <class T> void normalise(const Scratch& own, Range rows, const float* weight, i64 form) {
         for (size_t i = rows.from; i < rows.to; i++) {
             const float* x = residual.as<float>() + i * ld_hidden;
             u32* to = normed.as<u32>() + i * ld_hidden / T::per;
             const float factor = inverse_rms(x, ld_hidden, m.hidden);
+            if (form == UNITS) {
+                for (size_t h = 0; h < ld_hidden; h += W)
+                    T::put(to, h, load<vf>(x + h) * factor * load<vf>(weight + h));
+                continue;
+            }
+            float* row = own.row.as<float>();
             for (size_t h = 0; h < ld_hidden; h += W)
-                T::put(to, h, load<vf>(x + h) * factor * load<vf>(weight + h));
+                store(row + h, load<vf>(x + h) * factor * load<vf>(weight + h));
+            keep_integers(i, row, m.hidden, form);
         }
+    }
+
+    // Rows of input as integers, for quantised weights.
+    void round(const Scratch& own, Range rows, const float* x, size_t ldx, size_t n, i64 form) {
+        float* row = own.row.as<float>();
+        for (size_t i = rows.from; i < rows.to; i++) {
+            std::memcpy(row, x + i * ldx, n * 4);
+            keep_integers(i, row, n, form);
+        }
+    }
+
+    // `x` has room up to a whole group.
+    void keep_integers(size_t row, float* x, size_t n, i64 form) {
+        for (size_t i = n; i < padded(n, GROUP); i++) x[i] = 0;
+        worths.as<float>()[row] = to_integers(x, padded(n, GROUP), form == NIBBLES,
+                                              integers.as<u32>() + row * ld_integers,
+                                              sums.as<u32>() + row * (ld_integers / PAIRS));
     }
 
     float inverse_rms(const float* x, size_t n, size_t count) const {
@@ -607,10 +883,14 @@ class Engine {
         return 1.0f / std::sqrt(sum(squares) / (float)count + (float)m.epsilon);
     }
 
-    // store_tile(row, first column, values, vectors) for one share of the columns of x . weight.
+    // store_tile(row, first column, values, vectors) for one share of the columns of x . weight. Quantised weights
+    // take what `integers` holds instead of x.
     template <class T, class Store>
-    void multiply(u32 left, const u32* weight, size_t inner, size_t columns, const u32* x, size_t ldx, size_t rows,
-                  const Store& store_tile) {
+    void multiply(u32 left, const Linear& linear, size_t inner, size_t columns, const u32* x, size_t ldx,
+                  size_t rows, const Store& store_tile) {
+        if constexpr (T::per == 2)
+            if (linear.form != UNITS) return multiply_quantised(left, linear, inner, columns, rows, store_tile);
+        const u32* weight = reinterpret_cast<const u32*>(linear.weight);
         constexpr size_t SOME = 240;  // rows whose input stays in the cache beside a panel of weights
         const size_t k = inner / T::per, width = share(columns);
         const Range units((columns + width - 1) / width, shares(columns, rows), left);
@@ -625,7 +905,7 @@ class Engine {
                 tiles_of(part, [&](size_t first, int count) {
                     const u32* in = x + (base + first) * ldx;
                     with_rows(count, [&](auto R) {
-                        with_vectors(vectors, [&](auto V) {
+                        with_half_or_all(vectors, [&](auto V) {
                             product<T, R.value, V.value>(w, PANEL, in, ldx, k, out, PANEL);
                         });
                     });
@@ -636,12 +916,72 @@ class Engine {
         }
     }
 
+    template <class Store>
+    void multiply_quantised(u32 left, const Linear& linear, size_t inner, size_t columns, size_t rows,
+                            const Store& store_tile) {
+        constexpr size_t SOME = 256;  // rows whose sums stay in the cache
+        const size_t groups = (inner + GROUP - 1) / GROUP, width = share(columns), parts = (rows + SOME - 1) / SOME;
+        const Range units((columns + width - 1) / width, shares(columns, rows), left);
+        const size_t from = units.from * width, to = units.to * width;
+        alignas(64) float out[SOME * PANEL];
+        for (size_t column = from; column < to;) {
+            const int vectors = (int)(std::min(PANEL - column % PANEL, to - column) / W);
+            for (size_t p = 0; p < parts; p++) {
+                const size_t base = rows * p / parts, part = rows * (p + 1) / parts - base;
+                if (linear.form == NIBBLES) multiply_panel<Nibbles>(linear.weight, column, vectors, groups, base, part, out);
+                else multiply_panel<Bytes>(linear.weight, column, vectors, groups, base, part, out);
+                for (size_t r = 0; r < part; r++) {
+                    float* own = out + r * PANEL;
+                    for (int v = 0; v < vectors * W; v += W)
+                        store(own + v, load<vf>(own + v) * worths.as<float>()[base + r]);
+                    store_tile(base + r, column, own, vectors);
+                }
+            }
+            column += vectors * W;
+        }
+    }
+
+    // out[row][v], in parts of what the row's integers are worth.
+    template <class Q>
+    void multiply_panel(const u8* weight, size_t column, int vectors, size_t groups, size_t base, size_t rows,
+                        float* out) const {
+        constexpr size_t FEW = 3 * ROWS;  // rows for which unpacking once and for all does not pay
+        const u8* panel = weight + column / PANEL * groups * Q::bytes;
+        const int skipped = (int)(column % PANEL);
+        const auto input = [&](size_t first) {
+            const size_t row = base + first;
+            return Integers{integers.as<u32>() + row * ld_integers, sums.as<u32>() + row * (ld_integers / PAIRS),
+                            ld_integers};
+        };
+        std::memset(out, 0, rows * PANEL * 4);
+        with_half_or_all(vectors, [&](auto V) {
+            if (rows <= FEW) {
+                tiles_of(rows, [&](size_t first, int count) {
+                    with_rows(count, [&](auto R) {
+                        add_stored<Q, R.value, V.value>(out + first * PANEL, panel, skipped, input(first), groups);
+                    });
+                });
+                return;
+            }
+            Unpacked<Q> unpacked;
+            for (size_t g = 0; g < groups; g++) {
+                unpacked.template take<V.value>(panel + g * Q::bytes, skipped);
+                tiles_of(rows, [&](size_t first, int count) {
+                    with_rows(count, [&](auto R) {
+                        if constexpr (2 * R.value >= ROWS)  // tiles of many rows are never small
+                            add_unpacked<Q, R.value, V.value>(out + first * PANEL, unpacked, input(first), g);
+                    });
+                });
+            }
+        });
+    }
+
     static INLINE vf biased(const float* values, const float* bias) {
         return bias ? load<vf>(values) + load<vf>(bias) : load<vf>(values);
     }
 
     template <class T> void project_qkv(const Layer& layer, size_t n, u32 left) {
-        multiply<T>(left, layer.qkv.weight, m.hidden, qkv_columns(), normed.as<u32>(), ld_hidden / T::per, n,
+        multiply<T>(left, layer.qkv, m.hidden, qkv_columns(), normed.as<u32>(), ld_hidden / T::per, n,
                     [&](size_t row, size_t column, const float* values, int vectors) {
                         float* to = projected.as<float>() + row * ld_qkv + column;
                         const float* bias = layer.qkv.bias;
@@ -653,7 +993,7 @@ class Engine {
     // residual += x . weight + bias.
     template <class T>
     void add_product(const Linear& linear, const u32* x, size_t ldx, size_t inner, size_t n, u32 left) {
-        multiply<T>(left, linear.weight, inner, m.hidden, x, ldx / T::per, n,
+        multiply<T>(left, linear, inner, m.hidden, x, ldx / T::per, n,
                     [&](size_t row, size_t column, const float* values, int vectors) {
                         float* to = residual.as<float>() + row * ld_hidden + column;
                         const float* bias = linear.bias;
@@ -664,15 +1004,19 @@ class Engine {
 
     // silu(gate) * up; columns come as vectors of gate and up in turn.
     template <class T> void gate(const Layer& layer, size_t n, u32 left) {
-        multiply<T>(left, layer.gate_up.weight, m.hidden, gate_columns(), normed.as<u32>(),
+        multiply<T>(left, layer.gate_up, m.hidden, gate_columns(), normed.as<u32>(),
                     ld_hidden / T::per, n, [&](size_t row, size_t column, const float* values, int vectors) {
                         u32* to = gated.as<u32>() + row * ld_gated / T::per;
+                        float* exact = gated.as<float>() + row * ld_gated;
+                        const bool rounds = layer.down.form != UNITS;
                         const float* bias = layer.gate_up.bias;
                         for (int v = 0; v < vectors * W; v += 2 * W) {
                             const float* own = bias ? bias + column + v : nullptr;
                             const vf x = biased(values + v, own);
                             const vf up = biased(values + v + W, own ? own + W : nullptr);
-                            T::put(to, (column + v) / 2, x / (1.0f + exponential(-x)) * up);
+                            const vf value = x / (1.0f + exponential(-x)) * up;
+                            if (rounds) store(exact + (column + v) / 2, value);
+                            else T::put(to, (column + v) / 2, value);
                         }
                     });
     }
@@ -805,10 +1149,15 @@ class Engine {
             d += vectors * W;
         }
         for (size_t r = 0; r < rows; r++) {
-            u32* to = attended.as<u32>() + (tile.first + r / heads) * m.heads * units;
+            const size_t token = tile.first + r / heads, at = (kv_head * heads + r % heads) * head;
+            u32* to = attended.as<u32>() + token * m.heads * units;
+            float* exact = attended.as<float>() + token * m.heads * head + at;
             const vf factor = splat(1.0f / totals[r]);
-            for (size_t d = 0; d < head; d += W)
-                T::put(to, (kv_head * heads + r % heads) * head + d, load<vf>(out + r * head + d) * factor);
+            for (size_t d = 0; d < head; d += W) {
+                const vf value = load<vf>(out + r * head + d) * factor;
+                if (layer.output.form == UNITS) T::put(to, at + d, value);
+                else store(exact + d, value);
+            }
         }
     }
 
@@ -836,8 +1185,8 @@ class Engine {
     }
 
     // Moves what the sampled tokens need to the front.
-    template <class T> void compact() {
-        const size_t units = m.heads * m.head_dim / T::per;
+    template <class T> void compact(i64 form) {
+        const size_t units = m.heads * m.head_dim / (form == UNITS ? T::per : 1);
         for (i64 i = 0; i < s.outputs; i++) {
             const size_t from = s.sampled[i];
             std::memmove(residual.as<float>() + i * ld_hidden, residual.as<float>() + from * ld_hidden,
@@ -890,6 +1239,17 @@ class Engine {
 
 // ---------------------------------------------------------------- entry points
 
+namespace {
+
+// Column of the source that stands at `column` of the packed ones, or -1 for padding; `pairs` as in pk_pack.
+i64 source_of(size_t column, size_t columns, bool pairs) {
+    const size_t half = columns / 2, place = column / (2 * W) * W + column % W;
+    if (!pairs) return column < columns ? (i64)column : -1;
+    return place < half ? (i64)(place + (column / W % 2 ? half : 0)) : -1;
+}
+
+}  // namespace
+
 extern "C" {
 
 // Lanes of a vector: what padding of norms and the order of gate and up depend on.
@@ -903,20 +1263,55 @@ PUBLIC i64 pk_packed(i64 columns, i64 inner, i64 wide) {
 // Packs `weight`, [columns][inner] of float32 (wide) or bfloat16. With `pairs` its first half are gates and
 // its second half their partners; vectors of both then take turns.
 PUBLIC void pk_pack(u32* to, const void* weight, i64 columns, i64 inner, i64 wide, i64 pairs) {
-    const size_t k = inner / (wide ? 1 : 2), half = columns / 2;
-    const size_t all = pairs ? 2 * padded(half, W) : columns;
+    const size_t k = inner / (wide ? 1 : 2);
+    const size_t all = pairs ? 2 * padded(columns / 2, W) : columns;
     for (size_t column = 0; column < padded(all, PANEL); column++) {
-        size_t source = column;
-        bool real = column < (size_t)columns;
-        if (pairs) {
-            const size_t place = column / (2 * W) * W + column % W;
-            source = place + (column / W % 2 ? half : 0);
-            real = place < half;
-        }
+        const i64 source = source_of(column, columns, pairs);
         u32* out = to + column / PANEL * PANEL * k + column % PANEL;
-        const u32* in = static_cast<const u32*>(weight) + source * k;
-        for (size_t i = 0; i < k; i++) out[i * PANEL] = real ? in[i] : 0;
+        const u32* in = static_cast<const u32*>(weight) + source * (i64)k;
+        for (size_t i = 0; i < k; i++) out[i * PANEL] = source < 0 ? 0 : in[i];
     }
+}
+
+// Bytes of packed quantised weights of so many columns.
+PUBLIC i64 pk_packed_groups(i64 columns, i64 groups, i64 form) {
+    return padded(columns, PANEL) / PANEL * groups * (form == NIBBLES ? Nibbles::bytes : Bytes::bytes);
+}
+}
+
+namespace {
+
+template <class Q>
+void pack_groups(u8* to, const u8* weight, const u16* scales, const u16* offsets, size_t columns, size_t groups,
+                 bool pairs) {
+    const size_t all = pairs ? 2 * padded(columns / 2, W) : columns;
+    for (size_t column = 0; column < padded(all, PANEL); column++) {
+        const i64 source = source_of(column, columns, pairs);
+        if (source < 0) continue;
+        const size_t lane = column % PANEL;
+        u8* out = to + column / PANEL * groups * Q::bytes;
+        for (size_t g = 0; g < groups; g++, out += Q::bytes) {
+            std::memcpy(out + lane * 2, scales + source * groups + g, 2);
+            if (Q::offset) std::memcpy(out + (PANEL + lane) * 2, offsets + source * groups + g, 2);
+            const u8* q = weight + (source * groups + g) * GROUP;
+            for (int word = 0; word < Q::words; word++) {
+                const u32 value = Q::word(q + word * 2 * Q::parts);
+                std::memcpy(out + Q::weights + (word * PANEL + lane) * 4, &value, 4);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Packs quantised weights into zeroed memory: [columns][groups][32] of a byte each, as the form stores them, with
+// half precision scales and offsets, [columns][groups]. `pairs` as in pk_pack.
+PUBLIC void pk_pack_groups(u8* to, const u8* weight, const u16* scales, const u16* offsets, i64 columns, i64 groups,
+                           i64 form, i64 pairs) {
+    if (form == NIBBLES) pack_groups<Nibbles>(to, weight, scales, offsets, columns, groups, pairs);
+    else pack_groups<Bytes>(to, weight, scales, offsets, columns, groups, pairs);
 }
 
 // Null when there is no memory or no thread to be had.

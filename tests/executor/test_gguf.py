@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,8 +65,13 @@ def write_gguf(
     architecture: str,
     kind: gguf.GGMLQuantizationType,
     tensors: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+    each: Callable[[str], gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
-    """A GGUF file of the model in `folder`, by the package's own writer."""
+    """A GGUF file of the model in `folder`, by the package's own writer.
+
+    Args:
+        kind: of all matrices, unless `each` tells that of a name.
+    """
     raw = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(raw["max_position_embeddings"])
@@ -95,7 +100,8 @@ def write_gguf(
             weight = permuted(weight, HEADS)
         if architecture == "llama" and ".k_proj." in name:
             weight = permuted(weight, KV_HEADS)
-        stored = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else kind
+        matrix = each(name) if each and weight.ndim > 1 else kind
+        stored = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else matrix
         packed = gguf.quantize(weight, stored)
         writer.add_tensor(gguf_name(name), packed, raw_dtype=stored)
     for name, extra in tensors.items():

@@ -20,7 +20,7 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 @pytest.mark.parametrize(
     ("features", "machine", "best"),
     [
-        (AVX512 | {"avx512_bf16", "sse2"}, "x86_64", "avx512-bf16"),
+        (AVX512 | {"avx512_bf16", "avx512_vnni", "sse2"}, "x86_64", "avx512-bf16"),
         (AVX512, "x86_64", "avx512"),
         (AVX512 - {"avx512vl"}, "x86_64", "avx2"),
         (AVX2, "AMD64", "avx2"),
