@@ -26,6 +26,10 @@ FROM python:3.11-slim-bookworm
 # One user id in all images: the sockets lie in a directory that only their owner may enter.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin pagekeeper \
  && install -d -m 0700 -o pagekeeper -g pagekeeper /run/pagekeeper /var/cache/pagekeeper
+# On a GPU Triton compiles its launchers where they run: --build-arg RUNTIME_PACKAGES="gcc libc6-dev"
+ARG RUNTIME_PACKAGES=""
+RUN test -z "$RUNTIME_PACKAGES" || { apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends $RUNTIME_PACKAGES && rm -rf /var/lib/apt/lists/*; }
 COPY --from=build /opt/pagekeeper /opt/pagekeeper
 # Compilers and libraries write caches: all to one place, which may be a volume.
 ENV PATH=/opt/pagekeeper/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
