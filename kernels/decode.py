@@ -134,7 +134,7 @@ def _decode(
     ROWS: tl.constexpr,  # of the query matrix
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    E4M3: tl.constexpr,
+    EXPONENT: tl.constexpr,
     ROUND: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
@@ -205,7 +205,7 @@ def _decode(
             TILE,
             True,
             False,
-            E4M3,
+            EXPONENT,
             ROUND,
             DOT,
         )
@@ -286,7 +286,9 @@ def _meta(group: int, head_dim: int, stored_bytes: int, arch: str) -> _Meta:
     rows = min(64, max(16, triton.next_power_of_2(group)))
     padded = max(16, triton.next_power_of_2(head_dim))
     tile = max(16, min(128, 16384 // (padded * stored_bytes)))
-    return _Meta(rows, tile, 4, 3 if arch.startswith("gfx") else 5)
+    if arch.startswith("gfx"):
+        return _Meta(rows, min(tile, 64), 4, 3)
+    return _Meta(rows, tile, 4, 5)
 
 
 def choose_splits(units: int, longest: int, slots: int) -> int:

@@ -27,6 +27,6 @@ def encode(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def decode(bits: tl.tensor) -> tl.tensor:
     """The bits of float8_e4m3fn, as uint8, to the same number in float16; NaN becomes 480 or -480."""
-    wide = bits.to(tl.int16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    # The sign, extended, is also the bit after it: that one goes.
+    half = (bits.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
     return half.to(tl.float16, bitcast=True) * 256.0

@@ -121,7 +121,7 @@ def _prefill(
     TOKENS: tl.constexpr,  # of a program: TOKENS * GROUP <= ROWS
     TILE: tl.constexpr,
     SEARCH: tl.constexpr,  # sequences looked at together
-    E4M3: tl.constexpr,
+    EXPONENT: tl.constexpr,
     ROUND: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
@@ -206,7 +206,7 @@ def _prefill(
                     TILE,
                     part != 1,
                     part != 1,
-                    E4M3,
+                    EXPONENT,
                     ROUND,
                     DOT,
                 )

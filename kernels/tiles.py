@@ -58,7 +58,7 @@ def attend_tile(
     TILE: tl.constexpr,
     TAIL: tl.constexpr,  # the tile may pass `end`
     CAUSAL: tl.constexpr,  # the tile may hold positions some query does not see
-    E4M3: tl.constexpr,
+    EXPONENT: tl.constexpr,  # bits of it in float8 that is read as bits; 0: the type is known
     ROUND: tl.constexpr,  # what probabilities are rounded to
     DOT: tl.constexpr,  # what is multiplied
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -70,7 +70,9 @@ def attend_tile(
         block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
     slot = positions % BLOCK_SIZE
 
-    key = _read(keys, block * k_block + slot * k_slot, inside, HEAD_DIM, PADDED, TAIL, E4M3, DOT)
+    key = _read(
+        keys, block * k_block + slot * k_slot, inside, HEAD_DIM, PADDED, TAIL, EXPONENT, DOT
+    )
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     if key_scales is not None:
         at = block * ks_block + slot * ks_slot
@@ -97,7 +99,7 @@ def attend_tile(
 
     # Where a slot is unwritten it is not loaded: it may hold NaN, and 0 * NaN is NaN.
     value = _read(
-        values, block * v_block + slot * v_slot, inside, HEAD_DIM, PADDED, TAIL, E4M3, DOT
+        values, block * v_block + slot * v_slot, inside, HEAD_DIM, PADDED, TAIL, EXPONENT, DOT
     )
     if value_scales is not None:
         at = block * vs_block + slot * vs_slot
@@ -114,7 +116,7 @@ def _read(
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
     TAIL: tl.constexpr,
-    E4M3: tl.constexpr,
+    EXPONENT: tl.constexpr,
     DOT: tl.constexpr,
 ) -> tl.tensor:
     columns = tl.arange(0, PADDED)
@@ -128,8 +130,14 @@ def _read(
         stored = tl.load(pointers, mask=inside[:, None], other=0.0)
     else:
         stored = tl.load(pointers)
-    if E4M3:
+    if EXPONENT == 4:
         return fp8.decode(stored).to(DOT)
+    if EXPONENT == 5:  # the upper byte of a float16
+        return (stored.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(DOT)
+    if stored.dtype == tl.int8 and tl.float16 == DOT:
+        # A number's low bits in the mantissa of 1024.0 are an addition; the unit that converts is too slow.
+        shifted = (stored.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return shifted.to(tl.float16, bitcast=True) - 1152.0
     return stored.to(DOT)
 
 
@@ -149,8 +157,9 @@ class Cache:
 
     keys: Tensor
     values: Tensor
-    e4m3: bool  # read as bits, for a target that has no such type
+    exponent: int  # bits of it in float8 that is read as bits; 0: the type is known
     dtype: torch.dtype  # of what is multiplied
+    rounded: torch.dtype  # what probabilities are rounded to before
 
     @classmethod
     def of(
@@ -179,16 +188,27 @@ class Cache:
             raise ValueError(
                 "the elements of a head must lie side by side in queries, keys and values"
             )
-        bits = keys.dtype == torch.float8_e4m3fn and arch in _WITHOUT_E4M3
-        if bits:
+        exponent = 0
+        if keys.dtype == torch.float8_e5m2:
+            exponent = 5
+        elif keys.dtype == torch.float8_e4m3fn and not arch.startswith(_WITH_E4M3):
+            exponent = 4
+        if exponent:
             keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-        # The interpreter multiplies bfloat16 as integers, so there it is widened first.
-        narrow = queries.dtype == torch.bfloat16 and arch == INTERPRETER
-        return cls(keys, values, bits, torch.float32 if narrow else queries.dtype)
+        dtype = rounded = queries.dtype
+        if keys.dtype.itemsize == 1 and dtype == torch.bfloat16:
+            # One byte becomes float16 at once, but bfloat16 by way of it at a sixteenth of the rate, which
+            # would take longer than reading it. All of its values are exact in both.
+            dtype = rounded = torch.float16
+        elif dtype == torch.bfloat16 and arch == INTERPRETER:
+            dtype = (
+                torch.float32
+            )  # it multiplies bfloat16 as integers, so there that is widened first
+        return cls(keys, values, exponent, dtype, rounded)
 
 
-# The types Triton gives Ampere have no e4m3 (it came with sm_89).
-_WITHOUT_E4M3 = frozenset({INTERPRETER, "sm_80", "sm_86", "sm_87"})
+# Devices with an instruction for it. Others take fewer for bits than Triton does for the type.
+_WITH_E4M3 = ("sm_89", "sm_9", "sm_1")
 
 TRITON_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -237,8 +257,8 @@ def common(
         "BLOCK_SIZE": cache.keys.shape[1],
         "HEAD_DIM": head_dim,
         "PADDED": max(16, triton.next_power_of_2(head_dim)),
-        "E4M3": cache.e4m3,
-        "ROUND": TRITON_DTYPE[queries.dtype],
+        "EXPONENT": cache.exponent,
+        "ROUND": TRITON_DTYPE[cache.rounded],
         "DOT": TRITON_DTYPE[cache.dtype],
     }
     return arguments, constants

@@ -62,6 +62,27 @@ def test_awkward_lengths_equal_the_reference(
     check(paged, group, splits=splits)
 
 
+@pytest.mark.parametrize("stored", QUANTISED, ids=str)
+def test_every_number_of_a_byte_comes_out_as_it_is(stored: torch.dtype) -> None:
+    numbers = torch.arange(256).to(torch.uint8).view(stored)
+    numbers = numbers.float().nan_to_num(0, 0, 0).to(stored)
+    values = numbers.view(4, 1, 1, 64).expand(4, 8, 1, 64)
+    tables, lengths = torch.arange(4, dtype=torch.int32)[:, None], torch.ones(4, dtype=torch.int32)
+    scales, queries = torch.ones(4, 8, 1), torch.randn(4, 1, 64)
+    for dtype in FLOATS:
+        got = decode(
+            queries.to(dtype),
+            values,
+            values,
+            tables,
+            lengths,
+            scale=0.0,
+            key_scales=scales,
+            value_scales=scales,
+        )
+        assert torch.equal(got, numbers.view(4, 1, 64).to(dtype))
+
+
 def test_more_heads_than_one_program_takes_equal_the_reference() -> None:
     check(Paged.random([5, 0, 70], kv_heads=1), 71, splits=2)
 
