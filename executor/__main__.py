@@ -10,6 +10,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from executor.kv import block_bytes
 from executor.load import DEFAULT_MODEL, LoadedModel, load_model
 from executor.memory import RemoteMemory
 from executor.models.registry import UnknownModel
-from executor.native import NativeRunner, why_not
+from executor.native import NativeRunner, choose_weights, why_not
 from executor.runner import Runner
 from executor.scheduler import Scheduler
 from executor.server import Server
@@ -274,6 +275,12 @@ def _kernels(
     config: Config, loaded: LoadedModel, server: Server, dtype: torch.dtype
 ) -> Callable[..., AnyRunner]:
     """What computes the steps, as asked for and as this machine allows."""
+    native = config.device == "cpu" and config.kernels in ("auto", "native")
+    if config.weights in ("file", "int8") and not native:
+        raise CannotStart(
+            f"--weights {config.weights} needs the native CPU step: use --device cpu with --kernels "
+            "auto or native"
+        )
     if config.kernels == "torch":
         return Runner
     if config.kernels == "triton" or config.device != "cpu":
@@ -281,12 +288,27 @@ def _kernels(
     server.reason = "building the native step"
     reason = why_not(loaded, dtype, config.block_size)
     if reason is None:
-        log.info("kernels=native")
-        return NativeRunner
+        return _native(config, loaded, dtype)
     if config.kernels == "native":
         raise CannotStart(f"--kernels native: {reason}; use --kernels torch")
-    log.warning("kernels=torch, slower than native code: %s", reason)
+    held = (
+        "" if config.weights in ("auto", "plain") else f" and --weights {config.weights} not heeded"
+    )
+    log.warning("kernels=torch, slower than native code%s: %s", held, reason)
     return Runner
+
+
+def _native(config: Config, loaded: LoadedModel, dtype: torch.dtype) -> Callable[..., AnyRunner]:
+    try:
+        weights = choose_weights(config.weights, loaded, dtype)
+    except ValueError as error:
+        raise CannotStart(str(error)) from error
+    log.info("kernels=native weights=%s", weights)
+    if weights == "file" and loaded.file is not None:
+        known, matrices = loaded.file.quantised_matrices()
+        if known < matrices:
+            log.info("%d of %d matrices are kept in bfloat16", matrices - known, matrices)
+    return partial(NativeRunner, weights=weights)
 
 
 def _triton(config: Config, device: torch.device) -> Callable[..., AnyRunner]:
@@ -311,11 +333,17 @@ def _triton(config: Config, device: torch.device) -> Callable[..., AnyRunner]:
     return build
 
 
+def _identity(loaded: LoadedModel, runner: AnyRunner) -> str:
+    """Equal ones compute equal K and V."""
+    held = runner.weights if isinstance(runner, NativeRunner) else "plain"
+    return loaded.digest if held == "plain" else f"{loaded.digest}-{held}"
+
+
 def _pool(config: Config, loaded: LoadedModel, runner: AnyRunner) -> PoolSpec:
     """What memd is told of the KV tensors."""
     return PoolSpec(
         name=config.pool,
-        model=loaded.digest,
+        model=_identity(loaded, runner),
         dtype=config.dtype,
         block_size=config.block_size,
         num_blocks=runner.kv.num_blocks,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from executor.gguf_reader import GgufReader, TensorInfo
 from executor.models.config import ModelConfig
 from executor.models.registry import UnknownModel
-from executor.quantize import Quantised, of_gguf
+from executor.quantize import QUANTISED, Quantised, of_gguf
 from executor.weights import BadModel, Named
 from wire.settings import cache_dir
 
@@ -157,6 +157,11 @@ class GgufFile:
         if tensor is None or tensor.kind != GGMLQuantizationType.Q8_0:
             return None
         return self._reader.raw(tensor)
+
+    def quantised_matrices(self) -> tuple[int, int]:
+        """How many of its matrices are stored in a form the native step has, and how many there are."""
+        kinds = [tensor.kind for tensor in self._reader.tensors if len(tensor.shape) == 2]
+        return sum(kind in QUANTISED for kind in kinds), len(kinds)
 
     def quantised(self, name: str, config: ModelConfig) -> Quantised | None:
         """A matrix as it is stored, under its Hugging Face name; None if not in a form the native step has.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -56,6 +57,29 @@ def why_not(loaded: LoadedModel, dtype: torch.dtype, block_size: int = 16) -> st
     except Unavailable as reason:
         return str(reason)
     return None
+
+
+def choose_weights(
+    asked: Literal["auto", "plain", "file", "int8"], loaded: LoadedModel, dtype: torch.dtype
+) -> Weights:
+    """How to hold the weights.
+
+    Raises:
+        ValueError: what is asked for does not fit the model or the type; says what does.
+    """
+    quantised = loaded.file.quantised_matrices() if loaded.file else (0, 0)
+    if asked == "plain" or (asked == "auto" and (dtype != torch.bfloat16 or not quantised[0])):
+        return "plain"
+    if dtype != torch.bfloat16:
+        raise ValueError(f"--weights {asked} needs --dtype bfloat16; in float32 weights stay plain")
+    if asked == "int8":
+        return "int8"
+    if not quantised[0]:
+        raise ValueError(
+            "--weights file: the model has no weights in Q4_0, Q4_1 or Q8_0, as GGUF files may; "
+            "use --weights int8 or --weights plain"
+        )
+    return "file"
 
 
 class NativeKV:
@@ -131,6 +155,7 @@ class NativeRunner:
             Unavailable: there is no native step here.
             MemoryError: no memory or no thread is to be had.
         """
+        self.weights = weights
         self._config = loaded.config
         self._block_size = block_size
         self._dtype = dtype

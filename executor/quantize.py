@@ -19,6 +19,10 @@ Floats = NDArray[np.float32]
 # How the native step holds weights: in the type of K and V, as the GGUF file has them, or 8 bits.
 Weights = Literal["plain", "file", "int8"]
 
+# Kinds of matrices in GGUF files that are taken as they are.
+QUANTISED = frozenset(
+    {GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0}
+)
 _ZERO = 128  # added to BYTES
 
 

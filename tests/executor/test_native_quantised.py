@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from executor.load import LoadedModel
 from executor.models.config import ModelConfig
-from executor.native import NativeRunner, why_not
+from executor.native import NativeRunner, choose_weights, why_not
 from executor.plan import Draw, Plan, Row
 from executor.quantize import Quantised, Weights, of_floats, of_gguf, stacked
 from kernels.cpu import native
@@ -346,6 +346,47 @@ def test_pack_refuses_shapes_that_do_not_fit() -> None:
             library.pack_groups(
                 native.Arena(), wrong.form, wrong.weight, wrong.scales, wrong.offsets
             )
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "dtype", "held"),
+    [
+        (Kind.Q4_1, "auto", "bfloat16", "file"),
+        (Kind.Q4_1, "file", "bfloat16", "file"),
+        (Kind.Q4_1, "plain", "bfloat16", "plain"),
+        (Kind.Q4_1, "auto", "float32", "plain"),
+        (Kind.F16, "auto", "bfloat16", "plain"),
+        (Kind.F16, "int8", "bfloat16", "int8"),
+        (None, "auto", "bfloat16", "plain"),
+        (None, "int8", "bfloat16", "int8"),
+    ],
+)
+def test_weights_are_held_as_in_the_file_where_that_is_quantised_and_nothing_else_is_asked(
+    tmp_path: Path, stored: Kind | None, asked: Any, dtype: Any, held: str
+) -> None:
+    loaded = load(
+        file_of(tmp_path, stored) if stored else write_tiny_model(tmp_path / "model"), dtype
+    )
+    assert choose_weights(asked, loaded, loaded.model.dtype) == held
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "dtype", "said"),
+    [
+        (Kind.Q4_1, "file", "float32", "--weights file needs --dtype bfloat16"),
+        (Kind.F16, "int8", "float32", "--weights int8 needs --dtype bfloat16"),
+        (Kind.F16, "file", "bfloat16", "no weights in Q4_0, Q4_1 or Q8_0"),
+        (None, "file", "bfloat16", "use --weights int8 or --weights plain"),
+    ],
+)
+def test_weights_that_cannot_be_held_so_are_refused_with_what_can(
+    tmp_path: Path, stored: Kind | None, asked: Any, dtype: Any, said: str
+) -> None:
+    loaded = load(
+        file_of(tmp_path, stored) if stored else write_tiny_model(tmp_path / "model"), dtype
+    )
+    with pytest.raises(ValueError, match=said):
+        choose_weights(asked, loaded, loaded.model.dtype)
 
 
 def test_the_weights_of_the_loaded_model_are_dropped_once_packed(tmp_path: Path) -> None:
