@@ -29,8 +29,8 @@ _MOST_SPLITS = 64
 _GRAIN_SPLIT = 256
 # What starting a program and putting its part together costs, in positions it could have read instead.
 _OVERHEAD = 128
-# Programs in flight at a time, per multiprocessor, and how many rounds of them a grid may have.
-_PER_PROCESSOR, _ROUNDS = 2, 8
+# Programs for each multiprocessor at most: those of short rows have nothing to do but still take a moment.
+_MOST_PROGRAMS = 8
 
 
 def decode(
@@ -299,9 +299,9 @@ def choose_splits(units: int, longest: int, slots: int) -> int:
     Args:
         units: programs without splitting, rows x KV heads.
         longest: positions of the longest row.
-        slots: programs the device runs at a time.
+        slots: programs that keep the device's memory busy: one for each multiprocessor.
     """
-    most = min(_MOST_SPLITS, -(-longest // _GRAIN_SPLIT), max(1, _ROUNDS * slots // units))
+    most = min(_MOST_SPLITS, -(-longest // _GRAIN_SPLIT), max(1, _MOST_PROGRAMS * slots // units))
     costs = [
         -(-units * splits // slots) * (-(-longest // splits) + _OVERHEAD)
         for splits in range(1, most + 1)
@@ -314,7 +314,7 @@ def choose_splits(units: int, longest: int, slots: int) -> int:
 def _slots(device: torch.device) -> int:
     if device.type != "cuda":
         return 16
-    return _PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _calls(

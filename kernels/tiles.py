@@ -73,7 +73,11 @@ def attend_tile(
     key = _read(
         keys, block * k_block + slot * k_slot, inside, HEAD_DIM, PADDED, TAIL, EXPONENT, DOT
     )
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    factor = scale  # of scores, in the exponent below: there it takes no instruction of its own
+    if key_scales is not None or softcap is not None or slope is not None:
+        scores *= scale
+        factor = 1.0
     if key_scales is not None:
         at = block * ks_block + slot * ks_slot
         scores *= tl.load(key_scales + at, mask=inside, other=0.0)[None, :]
@@ -89,10 +93,10 @@ def attend_tile(
     elif TAIL:
         scores = tl.where(inside[None, :], scores, float("-inf"))
 
-    highest = tl.maximum(peak, tl.max(scores, 1))
+    highest = tl.maximum(peak, tl.max(scores, 1) * factor)
     # A row that has seen nothing yet keeps its peak at -inf, and -inf - -inf is NaN.
     shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(scores * factor - shift[:, None])
     fade = tl.exp2(peak - shift)
     total = total * fade + tl.sum(weights, 1)
     acc = acc * fade[:, None]
@@ -222,6 +226,10 @@ def common(
     scales: tuple[Tensor | None, Tensor | None],
 ) -> tuple[dict[str, Tensor | int | float | None], dict[str, object]]:
     """Arguments and constants every attention kernel takes."""
+    if scale <= 0 or (options.softcap is not None and options.softcap <= 0):
+        raise ValueError(
+            f"scale is {scale} and softcap {options.softcap}: both must be above 0 (no cap: None)"
+        )
     key_scales, value_scales = scales
     softcap = options.softcap
     head_dim = queries.shape[-1]

@@ -76,7 +76,7 @@ def test_every_number_of_a_byte_comes_out_as_it_is(stored: torch.dtype) -> None:
             values,
             tables,
             lengths,
-            scale=0.0,
+            scale=1.0,
             key_scales=scales,
             value_scales=scales,
         )
@@ -174,6 +174,15 @@ def test_nothing_outside_the_tables_reaches_the_result(data: st.DataObject) -> N
     check(paged, 2, asked=Options(window=window), splits=splits)
 
 
+def test_a_scale_that_would_turn_scores_around_is_refused() -> None:
+    paged = Paged.random([9])
+    places = (torch.randn(1, 4, 64), paged.keys, paged.values, paged.tables, paged.lengths)
+    with pytest.raises(ValueError, match=r"scale is -1\.0 and softcap None: both must be above 0"):
+        decode(*places, scale=-1.0)
+    with pytest.raises(ValueError, match="softcap 0"):
+        decode(*places, scale=1.0, options=Options(softcap=0.0))
+
+
 def test_tensors_that_do_not_fit_are_refused() -> None:
     paged = Paged.random([9])
     rest = (paged.tables, paged.lengths)
@@ -189,7 +198,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         decode(queries[..., ::2], paged.keys[..., ::2], paged.values[..., ::2], *rest, scale=1.0)
 
 
-@pytest.mark.parametrize("slots", [216, 396])
+@pytest.mark.parametrize("slots", [108, 132, 304])
 def test_a_device_is_filled_by_few_sequences_and_not_flooded_by_many(slots: int) -> None:
     assert choose_splits(8, 200, slots) == 1
     assert choose_splits(8, 16_384, slots) * 8 >= slots * 0.75
