@@ -326,6 +326,7 @@ def _triton(config: Config, device: torch.device) -> Callable[..., AnyRunner]:
             kernels=kernels,
             step_tokens=config.max_step_tokens,
             sequences=config.max_sequences,
+            context=config.max_model_len,
             record=CudaRecorder() if graphs else None,
             **sizes,
         )

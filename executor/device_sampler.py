@@ -17,27 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.plan import Draw
-from executor.sampler import LEAST, MOST, Edits, uniform
+from executor.sampler import LEAST, MOST, Edits, is_greedy, uniform
 from executor.staging import put
 
 CANDIDATES = 1024
 UNSURE = -2  # in place of a token: the host must draw it
 _DOUBT = 1e-6  # relative; float32 exponentials of two libraries differ by a tenth of it
 _NOTHING = float("-inf")
-
-
-def is_greedy(draw: Draw) -> bool:
-    """Whether the greatest logit decides and nothing else is asked."""
-    sampling = draw.sampling
-    return (
-        sampling.temperature <= 0
-        and sampling.logprobs < 0
-        and not draw.forbidden
-        and not sampling.logit_bias
-        and sampling.repetition_penalty == 1
-        and sampling.presence_penalty == 0
-        and sampling.frequency_penalty == 0
-    )
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ class GpuRunner:
         kernels: Kernels,
         step_tokens: int = 512,
         sequences: int = 256,
+        context: int | None = None,
         record: Recorder | None = None,
     ) -> None:
         """Allocate the KV tensors and the step's buffers.
@@ -69,6 +70,7 @@ class GpuRunner:
             kernels: what computes attention there.
             step_tokens: most tokens of one step.
             sequences: most sequences of one step.
+            context: most positions of a sequence; default, and at most: the model's.
             record: how to record steps that only decode; None: they are launched piece by piece.
 
         Raises:
@@ -95,7 +97,8 @@ class GpuRunner:
             device=self._device,
             copy_blocks=kernels.copy_blocks,
         )
-        width = min(-(-loaded.config.context_length // block_size), num_blocks - 1)
+        self._context = min(context or loaded.config.context_length, loaded.config.context_length)
+        width = min(-(-self._context // block_size), num_blocks - 1)
         width = -(-width // _WIDTH_STEP) * _WIDTH_STEP
         self._seats = Seats(sequences, width, num_blocks)
         self._tables = torch.zeros(sequences + 1, width, dtype=torch.int32, device=self._device)
@@ -162,7 +165,7 @@ class GpuRunner:
         Args:
             on_progress: called with the share of the graphs that are recorded.
         """
-        for plan in warm_up_plans(self._block_size, self._config.context_length):
+        for plan in warm_up_plans(self._block_size, self._context):
             self.run(plan)
         for share in self._recording():
             on_progress(share)
@@ -170,7 +173,7 @@ class GpuRunner:
     def largest_step(self) -> None:
         """Run a step that takes as much memory as any, and record the largest graph."""
         size, count = self._block_size, self._seats.count
-        room = min((self.kv.num_blocks - 1) * size, self._config.context_length)
+        room = min((self.kv.num_blocks - 1) * size, self._context)
         chunk = min(self._step_tokens - count + 1, room)
         blocks = list(range(1, -(-chunk // size) + 1))
         hot = Sampling(seed=0)
@@ -196,7 +199,7 @@ class GpuRunner:
         """Everything that will index memory, but the blocks, which `Seats` checks when they are new."""
         tokens = 0
         for row in rows:
-            check_span(row, len(row.blocks), self._block_size, self._config.context_length)
+            check_span(row, len(row.blocks), self._block_size, self._context)
             tokens += len(row.tokens)
         if tokens > self._most_tokens:
             raise ValueError(f"{tokens} tokens in one step; the most is {self._most_tokens}")

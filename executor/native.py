@@ -19,12 +19,11 @@ from executor.models.config import ModelConfig
 from executor.models.decoder import Linear
 from executor.plan import Draw, Drawn, Plan, Row
 from executor.quantize import Quantised, Weights, of_floats, stacked
-from executor.sampler import sample
+from executor.sampler import is_greedy, sample
 from kernels.cpu import native
 from kernels.cpu.build import Unavailable
 from kernels.cpu.features import Variant
 from wire.memory import NULL_BLOCK, Copy
-from wire.sampling import Sampling
 
 Ids = NDArray[np.int32]
 
@@ -202,7 +201,7 @@ class NativeRunner:
             end += len(row.tokens)
             if not row.draws:
                 continue
-            if all(_takes_likeliest(draw) for draw in row.draws):
+            if all(is_greedy(draw) for draw in row.draws):
                 kept.append(-1)
             else:
                 sampled.extend((rows, draw) for draw in row.draws)
@@ -303,20 +302,6 @@ class NativeRunner:
             tables,
             int(ends.max()) if rows else 0,
         )
-
-
-def _takes_likeliest(draw: Draw) -> bool:
-    """Whether the greatest logit decides and nothing else is asked."""
-    sampling: Sampling = draw.sampling
-    return (
-        sampling.temperature <= 0
-        and sampling.logprobs < 0
-        and not draw.forbidden
-        and not sampling.logit_bias
-        and sampling.repetition_penalty == 1
-        and sampling.presence_penalty == 0
-        and sampling.frequency_penalty == 0
-    )
 
 
 def _angles(config: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:

@@ -79,6 +79,20 @@ def _draw(raw: Row, draw: Draw, likeliest: int) -> Drawn:
     return _with_logprobs(raw, draw.seq, token, sampling.logprobs)
 
 
+def is_greedy(draw: Draw) -> bool:
+    """Whether the greatest logit decides and nothing else is asked."""
+    sampling = draw.sampling
+    return (
+        sampling.temperature <= 0
+        and sampling.logprobs < 0
+        and not draw.forbidden
+        and not sampling.logit_bias
+        and sampling.repetition_penalty == 1
+        and sampling.presence_penalty == 0
+        and sampling.frequency_penalty == 0
+    )
+
+
 @dataclass(slots=True, frozen=True)
 class Edits:
     """What a draw asks to be changed in its logits, in this order. Ids are in the vocabulary, each at most
