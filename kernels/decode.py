@@ -94,7 +94,11 @@ def decode(
     return out
 
 
-@triton.jit
+# What differs from step to step must not have Triton compile again in the middle of serving.
+@triton.jit(
+    do_not_specialize=["window", "grain", "table_row"],
+    do_not_specialize_on_alignment=["tables", "lengths"],
+)
 def _decode(
     queries: tl.tensor,  # [rows, heads, HEAD_DIM]
     keys: tl.tensor,  # [num_blocks, BLOCK_SIZE, kv_heads, HEAD_DIM]
@@ -233,7 +237,10 @@ def _share(
     return first, chunk
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "grain", "splits"],
+    do_not_specialize_on_alignment=["lengths"],
+)
 def _join(
     parts: tl.tensor,  # [rows, heads, splits, HEAD_DIM] float32
     weights: tl.tensor,  # [rows, heads, splits] float32

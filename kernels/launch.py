@@ -81,16 +81,19 @@ class Call:
 
     def describe(self, note: str) -> Launch:
         """Mirrors what Triton specialises on: None and 1 are constants, multiples of 16 are known as such."""
+        varied = _exempt(self.function, "do_not_specialize")
+        anywhere = _exempt(self.function, "do_not_specialize_on_alignment")
         signature: dict[str, str] = {}
         constants = dict(self.constants)
         aligned: set[str] = set()
-        for parameter, value in self.arguments.items():
-            if value is None or (isinstance(value, int) and value == 1):
-                constants[parameter] = value
+        for name, value in self.arguments.items():
+            if value is None or (isinstance(value, int) and value == 1 and name not in varied):
+                constants[name] = value
                 continue
-            signature[parameter] = _type(value)
-            if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-                aligned.add(parameter)
+            signature[name] = _type(value)
+            divisible = isinstance(value, int) and value % 16 == 0 and name not in varied
+            if divisible or (isinstance(value, Tensor) and name not in anywhere):
+                aligned.add(name)
         return Launch(
             self.function.fn.__name__.lstrip("_"),
             self.function,
@@ -101,6 +104,12 @@ class Call:
             note,
             frozenset(aligned),
         )
+
+
+def _exempt(function: Any, kind: str) -> frozenset[str]:
+    """Parameters that a kernel, compiled or interpreted, keeps out of one kind of specialisation."""
+    given = getattr(function, "kwargs", {}).get(kind) or getattr(function, kind, None)
+    return frozenset(given or ())
 
 
 def _type(value: Tensor | int | float) -> str:

@@ -81,7 +81,11 @@ def prefill(
     return out
 
 
-@triton.jit
+# What differs from step to step must not have Triton compile again in the middle of serving.
+@triton.jit(
+    do_not_specialize=["rows", "window", "table_row"],
+    do_not_specialize_on_alignment=["tables", "starts", "lengths"],
+)
 def _prefill(
     queries: tl.tensor,  # [tokens, heads, HEAD_DIM]
     keys: tl.tensor,  # [num_blocks, BLOCK_SIZE, kv_heads, HEAD_DIM]
