@@ -102,6 +102,7 @@ class _Socket:
         self.raw = self._open()
         self._watch_raw()
         self.empty = False  # looked since the last send, and nothing waited
+        self._signalled = False  # by the descriptor, since anything was taken
 
     def _watch_raw(self) -> None:
         """Pollers are made once: a socket's own `poll` makes one for every call."""
@@ -145,6 +146,7 @@ class _Socket:
             return False
         # libzmq only signals its descriptor to someone who has seen that there is nothing more.
         self.empty = not self._edge.poll(timeout_ms)
+        self._signalled = not self.empty
         return self.empty
 
     def more(self) -> bool:
@@ -218,7 +220,9 @@ class Router(_Socket):
             self.empty = False
             if not self._skip_rest():
                 yield peer, payload
-            if self.empty or not self.more():
+            if self._signalled:
+                self._signalled = False  # something came: take it without a look
+            elif self.empty or not self.more():
                 return
 
     def send(self, peer: bytes, payload: bytes) -> None:
@@ -267,7 +271,9 @@ class Dealer(_Socket):
             self.empty = False
             if not self._skip_rest():
                 yield payload
-            if self.empty or not self.more():
+            if self._signalled:
+                self._signalled = False  # something came: take it without a look
+            elif self.empty or not self.more():
                 return
 
     def send(self, payload: bytes) -> None:

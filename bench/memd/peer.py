@@ -9,6 +9,7 @@ hashes, `get_computed_blocks` and `allocate_slots`, at the end `free`.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -53,6 +54,8 @@ class Manager:
         self.manager = KVCacheManager(config, CONTEXT, **given)
         self.next_id = 1
         self.fill(blocks)
+        gc.collect()
+        gc.freeze()  # as vLLM's engine does when it is ready
 
     def prompt(self, seq: int, count: int) -> list[int]:
         return [(seq * 7919 + place) % 2**31 for place in range(count)]

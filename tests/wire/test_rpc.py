@@ -371,3 +371,44 @@ def test_a_router_knows_whether_its_socket_file_is_still_its_own(tmp_path: Path)
         path.parent.touch()  # a file where the directory was
         assert not router.reachable()
         path.parent.unlink()
+
+
+def test_quiet_ends_with_the_next_message_and_sees_one_that_waited_already(
+    router: Router, endpoint: str
+) -> None:
+    with connect(endpoint) as first, connect(endpoint) as second:
+        first.send(b"1")
+        peer, _ = take(router)
+        assert router.quiet(1)
+        router.send(peer, b"answer")
+        assert router.quiet(1)
+        second.send(b"2")
+        assert not router.quiet(3000)
+        assert [payload for _, payload in router.receive()] == [b"2"]
+        # Two wait: the first is taken, an answer sent, and the other must not be slept over.
+        first.send(b"3")
+        second.send(b"4")
+        time.sleep(0.1)
+        seen = []
+        for peer, payload in router.receive():
+            router.send(peer, payload)
+            seen.append((payload, router.quiet(1)))
+        assert seen == [(b"3", False), (b"4", True)]
+
+
+def test_parts_after_the_first_are_dropped_and_the_next_message_is_whole(
+    router: Router, endpoint: str
+) -> None:
+    with connect(endpoint) as dealer:
+        dealer.raw.send_multipart([b"a", b"b", b"c"])
+        dealer.send(b"d")
+        assert router.poll(3000)
+        time.sleep(0.1)
+        assert [payload for _, payload in router.receive()] == [b"d"]
+        dealer.send(b"e")
+        peer, _ = take(router)
+        router.raw.send_multipart([peer, b"x", b"y"])
+        router.send(peer, b"z")
+        assert dealer.poll(3000)
+        time.sleep(0.1)
+        assert list(dealer.receive()) == [b"z"]
