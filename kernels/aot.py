@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -125,22 +126,19 @@ def work(targets: Sequence[Target], spread: bool) -> list[Job]:
 
     A module of few launches, which are quick to compile, is not spread.
     """
-    jobs = [
-        Job(module, index, target)
-        for target in targets
-        for module in modules()
-        for index in range(len(launches(module, target.name)))
-    ]
-    if not spread:
-        return jobs
-    count = len(targets)
-    # Shifted by one after each round: kernels whose launches come in pairs meet every target with both.
-    return [
-        job
-        for job in jobs
-        if len(launches(job.module, job.target.name)) < _FEW
-        or targets[(job.index + job.index // count) % count] == job.target
-    ]
+    jobs: list[Job] = []
+    for target in targets:
+        for module in modules():
+            every = launches(module, target.name)
+            of_kernel: Counter[str] = Counter()
+            for index, launch in enumerate(every):
+                turn = of_kernel[launch.name]
+                of_kernel[launch.name] += 1
+                # Shifted by one after each round: launches often come in pairs, and all targets meet both.
+                chosen = targets[(turn + turn // len(targets)) % len(targets)]
+                if not spread or len(every) < _FEW or chosen == target:
+                    jobs.append(Job(module, index, target))
+    return jobs
 
 
 def compile_one(job: Job) -> Result:
@@ -265,8 +263,9 @@ def table(results: Iterable[Result]) -> str:
     groups: dict[tuple[str, str], list[Result]] = {}
     for item in results:
         groups.setdefault((item.target, item.kernel), []).append(item)
-    for (name, kernel), items in groups.items():
-        target = devices[name]
+    order = list(devices)
+    for name, kernel in sorted(groups, key=lambda group: (order.index(group[0]), group[1])):
+        items, target = groups[name, kernel], devices[name]
         shared = max(item.shared for item in items) / _KIB
         registers = max(item.registers for item in items)
         spills = [item.spills for item in items if item.spills]
