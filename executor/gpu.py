@@ -167,8 +167,23 @@ class GpuRunner:
         """
         for plan in warm_up_plans(self._block_size, self._context):
             self.run(plan)
+        if self._device.type == "cuda":
+            for plan in self.variants():
+                self.run(plan)
         for share in self._recording():
             on_progress(share)
+
+    def variants(self) -> Iterator[Plan]:
+        """Steps that together launch every variant of the kernels: chunks of all sizes up to a power of two,
+        and single tokens after contexts that are cut into all numbers of splits. All in block 1."""
+        most = min(self._seats.width * self._block_size, self._context)
+        size = 2
+        while size <= most:
+            table = [1] * -(-size // self._block_size)
+            if size <= self._step_tokens:
+                yield Plan(0, [Row(1, 0, [0] * size, table)])
+            yield Plan(0, [Row(1, size - 1, [0], table)])
+            size *= 2
 
     def largest_step(self) -> None:
         """Run a step that takes as much memory as any, and record the largest graph."""

@@ -274,3 +274,15 @@ def test_kv_in_another_type_than_the_model_is_refused(loaded: LoadedModel) -> No
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 def test_warm_up_fits_any_block_size(loaded: LoadedModel, block_size: int) -> None:
     gpu(loaded, 2, block_size, sequences=2, step_tokens=4).warm_up()
+
+
+def test_the_variants_a_gpu_compiles_beforehand_reach_chunk_and_context_limits(
+    loaded: LoadedModel,
+) -> None:
+    plans = list(gpu(loaded, 200, 4).variants())
+    rows = [row for plan in plans for row in plan.rows]
+    assert max(len(row.tokens) for row in rows) == 128  # --max-step-tokens
+    assert max(row.start + len(row.tokens) for row in rows) == 512  # the context
+    runner = gpu(loaded, 8, 4, step_tokens=8, sequences=2)
+    for plan in runner.variants():
+        runner.run(plan)
