@@ -1,12 +1,12 @@
 """What asking memd costs: a step's round trip, and every operation beside vLLM's in-process manager.
 
     python -m bench.memd [--sequences 1,64,256,1024] [--pools 10000,1000000] [--rounds 6] [--csv FILE]
-                         [--peer-python PATH]
+                         [--threads N] [--pause-ms 5] [--peer-python PATH]
 
 Pools are full of cached prefixes, as in a daemon that has served for a while. A round trip goes from a step's
 message to its answer, encoding and decoding included, in three settings:
 
-- *busy*: on every CPU a thread computes, as in a decode step; steps follow each other at once
+- *busy*: `--threads` threads compute, one per CPU, as in a decode step; steps follow each other at once
 - *paced*: the same, with `--pause-ms` between an answer and the next step, so that caches are cold
 - *idle*: nothing else runs, and CPUs sleep between the messages
 
@@ -81,7 +81,13 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def measure_pool(
-    blocks: int, sequences: list[int], rounds: int, samples: int, pause_ms: float, peer: Path | None
+    blocks: int,
+    sequences: list[int],
+    rounds: int,
+    samples: int,
+    threads: int,
+    pause_ms: float,
+    peer: Path | None,
 ) -> list[Row]:
     """All figures of one pool size; subjects take turns, round by round."""
     ours = [sys.executable, "-m", "bench.memd.worker"]
@@ -91,10 +97,9 @@ def measure_pool(
     commands = [[*ours, kind, str(blocks)] for kind in kinds]
     if peer is not None:
         commands.append([str(peer), str(PEER), str(blocks)])
-    cpus = len(os.sched_getaffinity(0))
     settings: dict[str, dict[str, object]] = {
-        "busy": {"threads": cpus},
-        "paced": {"threads": cpus, "pause_ms": pause_ms},
+        "busy": {"threads": threads},
+        "paced": {"threads": threads, "pause_ms": pause_ms},
         "idle": {},
     }
     with ExitStack() as stack:
@@ -175,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pools", default="10000,1000000", help="blocks, the null block included")
     parser.add_argument("--rounds", type=int, default=6, help=f"of {SAMPLES} samples a cell")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="a round and cell")
+    parser.add_argument("--threads", type=int, help="that compute meanwhile; default: one per CPU")
     parser.add_argument("--pause-ms", type=float, default=5.0, help="between two steps, paced")
     parser.add_argument("--peer-python", type=Path, help="a Python that has vLLM installed")
     parser.add_argument("--csv", type=Path, help="also write all figures here")
@@ -188,7 +194,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for blocks in map(int, given.pools.split(",")):
         rows += measure_pool(
-            blocks, sequences, given.rounds, given.samples, given.pause_ms, given.peer_python
+            blocks,
+            sequences,
+            given.rounds,
+            given.samples,
+            given.threads or len(os.sched_getaffinity(0)),
+            given.pause_ms,
+            given.peer_python,
         )
     print("p50 / p99 in µs")
     print(table(rows))

@@ -25,7 +25,7 @@ from typing import Any
 
 import zmq
 
-from bench.memd.device import computing
+from bench.memd.device import Device
 from bench.memd.load import PROMPT, Ask, Driver
 from memd import compiled
 from wire.memory import Commit, Fork, MemoryCodec, Reply, Request, Step
@@ -86,6 +86,7 @@ class Worker:
         self._driver = driver
         self._audit = audit
         self._settle = settle
+        self._device = Device()
         driver.register()
         driver.fill()
         gc.collect()
@@ -99,7 +100,7 @@ class Worker:
                 `pause_ms`, between two samples.
         """
         samples: int = asked["samples"]
-        with computing(asked.get("threads", 0)):
+        with self._device.computing(asked.get("threads", 0)):
             match asked["op"]:
                 case "step":
                     return self._steps(asked["count"], samples, asked.get("pause_ms", 0) / 1000)
