@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.launch import Call, Launch, architecture
 from kernels.options import Options
-from kernels.tiles import Cache, attend_tile, cases, common
+from kernels.tiles import LOG2E, Cache, attend_tile, cases, common
 
 _MOST_SPLITS = 64
 # Positions a split has at least: less, and writing its part of the result costs as much as reading it.
@@ -165,11 +165,11 @@ def _decode(
     query = tl.load(queries + at, mask=cell, other=0.0).to(DOT)
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + head, mask=real, other=0.0) * 1.4426950408889634
+        slope = tl.load(slopes + head, mask=real, other=0.0) * LOG2E
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + head, mask=real, other=0.0) * 1.4426950408889634
+        sink = tl.load(sinks + head, mask=real, other=0.0) * LOG2E
         peak = tl.where(split == 0, sink, peak)
         total = tl.where(split == 0, 1.0, total)
     acc = tl.zeros([ROWS, PADDED], tl.float32)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.launch import Call, Launch, architecture
 from kernels.options import Options
-from kernels.tiles import Cache, attend_tile, cases, common
+from kernels.tiles import LOG2E, Cache, attend_tile, cases, common
 
 
 def prefill(
@@ -153,11 +153,11 @@ def _prefill(
     query = tl.load(queries + at, mask=cell, other=0.0).to(DOT)
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + head) * 1.4426950408889634
+        slope = tl.load(slopes + head) * LOG2E
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
-        peak = tl.load(sinks + head) * 1.4426950408889634
+        peak = tl.load(sinks + head) * LOG2E
         total += 1.0
     acc = tl.zeros([ROWS, PADDED], tl.float32)
     keys += kv_head * k_head

@@ -23,7 +23,7 @@ from kernels import fp8
 from kernels.launch import INTERPRETER
 from kernels.options import Options
 
-LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def _read(
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
-    small = tl.exp2(tl.abs(x) * -2.8853900817779268)  # e^(-2|x|): cannot overflow
+    small = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))  # e^(-2|x|): cannot overflow
     size = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0, -size, size)
 
@@ -243,8 +243,8 @@ def common(
         "sinks": options.sinks,
         "slopes": options.slopes,
         # Scores in log2: folded into the scale, or into the cap where there is one.
-        "scale": scale * LOG2E if softcap is None else scale / softcap,
-        "softcap": None if softcap is None else softcap * LOG2E,
+        "scale": scale * LOG2E.value if softcap is None else scale / softcap,
+        "softcap": None if softcap is None else softcap * LOG2E.value,
         "window": options.window,
         "q_row": queries.stride(0),
         "q_head": queries.stride(1),
