@@ -122,30 +122,34 @@ def measure(
             60 * minutes,
             f"{model} {dataset} {policy.value}",
         )
-    points = [
-        {"policy": name, "req/s": rate, "s/token": latency}
-        for name, measured in curves.items()
-        for rate, latency in measured
-    ]
     name = f"latency-{dataset}-{model}"
-    report.publish(name, f"Normalised latency, {dataset}, {device.name}", points, out)
+    publish_curves(name, f"{dataset}, {device.name} (Fig. 12)", curves, out)
     rows = sustained(curves, Policy.PAGED.value)
     if dataset == "sharegpt":
         for row, policy in zip(rows, Policy, strict=True):
             low, high = published.SUSTAINED.get(policy, (0.0, 0.0))
             row["paper, 3 models"] = f"{low}-{high}x" if low else ""
     report.publish(f"{name}-sustained", "Rate at equal latency", rows, out)
-    draw_curves(curves, f"{dataset}, {device.name} (the paper's Fig. 12)", f"paper-{name}", out)
 
 
-def draw_curves(
-    curves: Mapping[str, Curve], title: str, name: str, out: Path | None, limit: float = LIMIT
+def publish_curves(
+    name: str,
+    title: str,
+    curves: Mapping[str, Curve],
+    out: Path | None,
+    limit: float = LIMIT,
 ) -> None:
-    """Latency against rate, one line for each policy; a load that was over the limit is not drawn."""
+    """All points as a table, and a plot of them; a load that was over the limit is not drawn."""
+    rows = [
+        {"policy": label, "req/s": rate, "s/token": latency}
+        for label, points in curves.items()
+        for rate, latency in points
+    ]
+    report.publish(name, f"Normalised latency, {title}", rows, out)
     made, (axis, *_) = report.figure()
     for label, points in curves.items():
         served = [point for point in points if math.isfinite(point[1])]
-        color = report.COLORS.get(label)  # type: ignore[call-overload]  # policies are strings
+        color = report.COLORS.get(label, "tab:purple")
         axis.plot(*zip(*served, strict=True), marker=".", label=label, color=color)
     axis.axhline(limit, color="gray", linewidth=0.5, linestyle="--")
     axis.set_ylim(0, 5 * limit)
@@ -154,7 +158,7 @@ def draw_curves(
     axis.set_ylabel("normalised latency, s/token")
     axis.set_title(title, fontsize=9)
     axis.legend(fontsize=7)
-    report.save(made, name, out)
+    report.save(made, f"paper-{name}", out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from bench.paper import published, report
 from bench.paper.device import OPT_13B
-from bench.paper.latency import Curve, curve, draw_curves, simulated, sustained
+from bench.paper.latency import Curve, curve, publish_curves, simulated, sustained
 from bench.paper.policies import Policy
 from bench.paper.workload import poisson, translation
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             paper = f"{published.PREFIX[prefix]}x" if row["policy"] == "oracle" else ""
             rows.append({"prefix": prefix, **row, "paper": paper})
         title = f"shared prefix of {prefix} tokens (Fig. 16)"
-        draw_curves(curves, title, f"paper-prefix-{prefix}", options.out)
+        publish_curves(f"prefix-{prefix}", title, curves, options.out)
     report.publish("prefix", "Shared prefix, translation", rows, options.out)
     return 0
 

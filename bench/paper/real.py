@@ -28,7 +28,7 @@ import torch
 
 from bench.paper import report
 from bench.paper.device import CPU
-from bench.paper.latency import Curve, Play, curve, draw_curves, sustained
+from bench.paper.latency import Curve, Play, curve, publish_curves, sustained
 from bench.paper.play import Outcome, RealClock, play, random_prompt, simulate
 from bench.paper.policies import Policy, blocks_beneath
 from bench.paper.workload import LONGEST, SHAREGPT, Pair, Request, poisson, scaled
@@ -196,14 +196,8 @@ def compare(machine: Place, pairs: Sequence[Pair], options: argparse.Namespace) 
             flood=FLOOD,
             shares=SHARES,
         )
-    points = [
-        {"policy": name, "req/s": rate, "s/token": latency}
-        for name, measured in curves.items()
-        for rate, latency in measured
-    ]
-    report.publish(
-        "real", f"Normalised latency on this CPU, {machine.slots} slots", points, options.out
-    )
+    title = f"on this CPU, {machine.slots} slots (Fig. 12)"
+    publish_curves("real", title, curves, options.out, LIMIT)
     rows = sustained(curves, next(iter(curves)), LIMIT)
     for row in rows:
         flood = floods[str(row["policy"])]
@@ -213,7 +207,6 @@ def compare(machine: Place, pairs: Sequence[Pair], options: argparse.Namespace) 
     report.publish(
         "real-sustained", "Rate at equal latency, and what a flood comes to", rows, options.out
     )
-    draw_curves(curves, "on this CPU (the paper's Fig. 12)", "paper-real", options.out, LIMIT)
 
 
 def _keeping_flood(machine: Place, policy: Policy, floods: dict[str, Outcome]) -> Play:

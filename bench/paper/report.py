@@ -15,7 +15,7 @@ from bench.paper.workload import Pair, alpaca, sharegpt
 
 Row = Mapping[str, object]
 
-COLORS = {
+COLORS: dict[str, str] = {
     Policy.PAGED: "tab:blue",
     Policy.ORACLE: "tab:green",
     Policy.POW2: "tab:orange",

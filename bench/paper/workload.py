@@ -24,7 +24,7 @@ Pair = tuple[int, int]  # tokens of a prompt and of its output
 LONGEST = 2048  # tokens of prompt and output of the paper's models
 SHAREGPT = (161.31, 337.99)  # the paper's mean prompt and output (its Fig. 11)
 ALPACA = (19.31, 58.45)
-CHAT_PROMPT = CHAT_OUTPUT = 1024  # most tokens of the paper's chat experiment
+CHAT_PROMPT = 1024  # most tokens of a prompt in the paper's chat experiment, and of an output
 TRANSLATION = (27.0, 38.0)  # an English sentence of news and its German translation
 DATA = Path(__file__).parent / "data"
 
