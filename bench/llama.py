@@ -29,8 +29,8 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-# Runs where llama_cpp is. First writes a line with some prose as tokens; then reads {"prompt": [...], "new": n}
-# a line and writes {"prompt_s", "decode_s", "tokens"} a line.
+# Runs where llama_cpp is: writes some prose as tokens, then answers each {"prompt": [...], "new": n} with
+# {"prompt_s", "decode_s", "tokens"}, all as lines of JSON.
 _PEER = """
 import json, pydoc_data.topics, sys, time
 try:

@@ -28,6 +28,7 @@ from wire.memory import NULL_BLOCK, Copy
 Ids = NDArray[np.int32]
 
 _EMBEDDING = "model.embed_tokens"
+_AT_ONCE = 2048  # rows brought to 8 bits at a time
 _ANGLES = 1024  # positions whose angles are computed at first; doubled when they are not enough
 
 
@@ -397,7 +398,8 @@ class _Weights:
 
     def _quantised(self, linear: Linear, names: Sequence[str]) -> Quantised | None:
         if self._weights == "int8":
-            return of_floats(linear.weight.float().numpy(force=True))
+            parts = torch.split(linear.weight, _AT_ONCE)
+            return stacked([of_floats(part.float().numpy(force=True)) for part in parts])
         if self._file is None:
             return None
         config = self._loaded.config

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from executor.load import DEFAULT_MODEL, LoadedModel, find, load_model
 from executor.native import NativeRunner, why_not
 from executor.plan import Row
+from executor.quantize import Weights
 from executor.runner import Runner
 from executor.weights import BadModel
 from tests.executor.oracle import Blocks, greedy, quiet
@@ -43,13 +44,14 @@ def load(dtype: str) -> LoadedModel:
     return loaded
 
 
-def native(loaded: LoadedModel) -> NativeRunner:
+def native(loaded: LoadedModel, weights: Weights = "plain") -> NativeRunner:
     return NativeRunner(
         loaded,
         num_blocks=BLOCKS,
         block_size=BLOCK,
         device="cpu",
         dtype=loaded.model.dtype,
+        weights=weights,
         keep=True,
     )
 
@@ -90,13 +92,19 @@ def test_float32_text_is_the_torch_runners() -> None:
     assert ours == greedy(plain(loaded), prompts, 24, Blocks(BLOCKS, BLOCK, random.Random(0)), 5)
 
 
-def test_bfloat16_chooses_as_float32_does_as_often_as_torchs_bfloat16() -> None:
+def test_bfloat16_and_stored_weights_choose_as_float32_does_as_often_as_torchs_bfloat16() -> None:
     exact, rounded = load("float32"), load("bfloat16")
-    reference, theirs = of_torch(exact), of_torch(rounded)
-    ours: Logits = native(rounded).logits
+    reference = of_torch(exact)
     table = list(range(1, BLOCKS))
-    agreed = {"native": 0, "torch": 0}
-    worst = {"native": 0.0, "torch": 0.0}
+    sides: dict[str, Logits] = {
+        "native": native(rounded).logits,
+        "file": native(rounded, "file").logits,
+        "int8": native(rounded, "int8").logits,
+        "torch": of_torch(rounded),
+    }
+    agreed = dict.fromkeys(sides, 0)
+    worst = dict.fromkeys(sides, 0.0)
+    divergence = dict.fromkeys(sides, 0.0)  # Kullback and Leibler's, from float32
     near = 0.0
     check = native(exact)
     for seq, tokens in enumerate(prose(exact)):
@@ -104,11 +112,16 @@ def test_bfloat16_chooses_as_float32_does_as_often_as_torchs_bfloat16() -> None:
         want = reference(rows)
         if seq == 0:
             near = float((check.logits(rows) - want).abs().max())
-        for name, logits in (("native", ours), ("torch", theirs)):
+        likely = want.log_softmax(-1)
+        for name, logits in sides.items():
             got = logits(rows)
+            divergence[name] += float((likely.exp() * (likely - got.log_softmax(-1))).sum())
             agreed[name] += int((got.argmax(-1) == want.argmax(-1)).sum())
             worst[name] = max(worst[name], float((got - want).abs().max()))
-    print({name: (count / TOKENS, worst[name]) for name, count in agreed.items()}, near)
+    print({name: (agreed[name] / TOKENS, worst[name], divergence[name] / TOKENS) for name in sides})
     assert near < 2e-3
     assert agreed["native"] >= 0.97 * TOKENS
     assert agreed["native"] >= agreed["torch"] - 0.01 * TOKENS
+    assert agreed["file"] >= 0.98 * TOKENS
+    assert divergence["file"] < divergence["native"]
+    assert agreed["int8"] >= 0.96 * TOKENS
