@@ -93,10 +93,11 @@ class Manager:
             for request in requests:
                 request.append_output_token_ids((request.num_tokens * 31 + count) % 50_000)
             started = time.perf_counter()
-            for request in requests:
-                self.manager.allocate_slots(request, 1)
+            granted = [self.manager.allocate_slots(request, 1) for request in requests]
             if turn >= WARM:
                 taken.append(time.perf_counter() - started)
+            if None in granted:
+                raise SystemExit("vLLM's manager has no blocks left")
             for request in requests:
                 request.num_computed_tokens += 1
         for request in requests:
