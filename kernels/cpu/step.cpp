@@ -367,16 +367,17 @@ float to_integers(const float* x, size_t n, bool as_offset, u32* pairs, u32* sum
 // totals[r][v] += one group's product. `Weights` gives unit i of vector v, and scale and offset of vector v.
 template <class Q, int R, int NV, class Weights>
 INLINE void add_group(float* totals, const Weights& weights, const Integers& x, size_t group) {
+    const size_t stride = x.stride, each = stride / PAIRS;
+    const u32 *pairs = x.pairs + group * PAIRS, *sums = x.sums + group;
     vi acc[R][NV];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++)
-            acc[r][v] = Q::offset ? vi{} : vi{} + (i32)x.sums[r * (x.stride / PAIRS) + group];
+        for (int v = 0; v < NV; v++) acc[r][v] = Q::offset ? vi{} : vi{} + (i32)sums[r * each];
     weights.each([&](int v, int i, vu part) __attribute__((always_inline)) {
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++)
-            acc[r][v] = dot_pairs(acc[r][v], part, x.pairs[r * x.stride + group * PAIRS + i]);
+            acc[r][v] = dot_pairs(acc[r][v], part, pairs[r * stride + i]);
     });
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
@@ -385,7 +386,7 @@ INLINE void add_group(float* totals, const Weights& weights, const Integers& x, 
         for (int r = 0; r < R; r++) {
             float* at = totals + r * PANEL + v * W;
             vf total = load<vf>(at) + __builtin_convertvector(acc[r][v], vf) * scale;
-            if (Q::offset) total += offset * as_float(x.sums[r * (x.stride / PAIRS) + group]);
+            if (Q::offset) total += offset * as_float(sums[r * each]);
             store(at, total);
         }
     }
