@@ -22,7 +22,7 @@ LEFTOVERS = (
 
 _FOR_EXECUTOR = (
     "model", "served_model_name", "device", "dtype", "kv_memory", "num_blocks", "block_size",
-    "max_model_len", "max_step_tokens", "kernels",
+    "max_model_len", "max_step_tokens", "kernels", "weights",
 )  # fmt: skip
 
 
@@ -32,6 +32,7 @@ def specs(config: UpConfig) -> list[Spec]:
         Spec(
             "memd",
             (*_python("memd", config), *_flag("admin_port", config.admin_port)),
+            nice=config.servers_nice,
             stop_seconds=5,
         ),
         Spec(
@@ -57,6 +58,7 @@ def specs(config: UpConfig) -> list[Spec]:
             ),
             # Not a flag: every user of this machine can read command lines.
             env={"GATEWAY_API_KEYS": config.api_keys} if config.api_keys else {},
+            nice=config.servers_nice,
             stop_seconds=config.drain_seconds + 5,
         ),
     ]

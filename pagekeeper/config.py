@@ -50,6 +50,9 @@ class UpConfig:
     kernels: Literal["auto", "native", "torch", "triton"] | None = flag(
         None, "code of the executor's step"
     )
+    weights: Literal["auto", "plain", "file", "int8"] | None = flag(
+        None, "how the native step holds weights"
+    )
     kv_memory: Size | None = flag(None, "memory of the KV pool")
     num_blocks: int | None = flag(None, "blocks of the KV pool, instead of --kv-memory", least=1)
     block_size: int | None = flag(None, "token slots per block", least=1, most=1024)
@@ -60,6 +63,11 @@ class UpConfig:
     drain_seconds: float = flag(30.0, "running streams get this long to finish at the end", least=0)
     executor_nice: int = flag(
         0, "lets memd and the gateway go first when cores are few: 0 (even) to 19", check=_whole
+    )
+    servers_nice: int = flag(
+        0,
+        "lets the step go before memd and the gateway when cores are few: 0 (even) to 19",
+        check=_whole,
     )
     log_level: LogLevel | None = flag(None, "least severe line the children log")
     log_format: LogFormat | None = flag(None, "the children's lines: text for people, or json")
