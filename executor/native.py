@@ -19,7 +19,7 @@ from executor.models.config import ModelConfig
 from executor.models.decoder import Linear
 from executor.plan import Draw, Drawn, Plan, Row
 from executor.quantize import Quantised, Weights, of_floats, stacked
-from executor.sampler import is_greedy, sample
+from executor.sampler import is_greedy, is_plain, sample, uniform
 from kernels.cpu import native
 from kernels.cpu.build import Unavailable
 from kernels.cpu.features import Variant
@@ -191,31 +191,38 @@ class NativeRunner:
             return []
         batch = self._batch(plan.rows)
         ends: list[int] = []  # flat index of the last token of each row with draws
-        kept: list[
-            int
-        ] = []  # of each such row: its row of logits, -1 if the likeliest token is enough
+        kept: list[int] = []  # of each such row: its row of logits, -1 if none is wanted
         draws: list[tuple[int, Draw]] = []
-        sampled: list[tuple[int, Draw]] = []
+        native_draws: list[tuple[int, Draw]] = []  # made inside the step, with their row of logits
+        host_draws: list[
+            tuple[int, Draw]
+        ] = []  # made by the sampler: edited logits, log-probabilities
         rows = 0
         end = -1
         for row in plan.rows:
             end += len(row.tokens)
             if not row.draws:
                 continue
-            if all(is_greedy(draw) for draw in row.draws):
-                kept.append(-1)
-            else:
-                sampled.extend((rows, draw) for draw in row.draws)
-                kept.append(rows)
-                rows += 1
-            draws.extend((len(ends), draw) for draw in row.draws)
+            index = len(ends)
+            draws.extend((index, draw) for draw in row.draws)
             ends.append(end)
-        best = self._step(batch, plan.copies, ends, kept, rows).tolist()
-        if not sampled:
-            return [Drawn(draw.seq, best[index]) for index, draw in draws]
-        picked = iter(sample(self._logits[:rows], sampled))
+            wanting = [draw for draw in row.draws if not is_greedy(draw)]
+            if not wanting:
+                kept.append(-1)
+                continue
+            for draw in wanting:
+                (native_draws if is_plain(draw) else host_draws).append((rows, draw))
+            kept.append(rows)
+            rows += 1
+        best, tokens = self._step(batch, plan.copies, ends, kept, rows, native_draws)
+        likeliest, picked = best.tolist(), iter(tokens.tolist())
+        sampled = iter(sample(self._logits[:rows], host_draws))
         return [
-            Drawn(draw.seq, best[index]) if kept[index] < 0 else next(picked)
+            Drawn(draw.seq, likeliest[index])
+            if is_greedy(draw)
+            else Drawn(draw.seq, next(picked))
+            if is_plain(draw)
+            else next(sampled)
             for index, draw in draws
         ]
 
@@ -227,7 +234,7 @@ class NativeRunner:
         """
         batch = self._batch(rows)
         count = len(batch.ids)
-        self._step(batch, (), range(count), range(count), count)
+        self._step(batch, (), range(count), range(count), count, ())
         return self._logits[:count].clone()
 
     def warm_up(self) -> None:
@@ -245,7 +252,8 @@ class NativeRunner:
         ends: Sequence[int],
         kept: Sequence[int],
         rows: int,  # of logits
-    ) -> Ids:  # [ends]: the likeliest token of each
+        draws: Sequence[tuple[int, Draw]],  # with their rows of logits
+    ) -> tuple[Ids, Ids]:  # [ends]: the likeliest token of each; [draws]
         if rows > len(self._logits):
             self._logits = torch.empty(rows, self._config.vocab_size)
         if batch.longest > len(self._cosines):
@@ -254,6 +262,8 @@ class NativeRunner:
         best = np.empty(len(ends), np.int32)
         addresses = np.array([table.address for table in batch.tables], np.uint64)
         sampled, kept_rows = np.array(ends, np.int32), np.array(kept, np.int32)
+        drawn = np.array([_drawn(row, draw) for row, draw in draws], native.DRAW)
+        tokens = np.empty(len(draws), np.int32)
         step = native.Step(
             len(batch.ids),
             len(batch.tables),
@@ -268,9 +278,12 @@ class NativeRunner:
             kept_rows.ctypes.data,
             self._logits.data_ptr(),
             best.ctypes.data,
+            len(draws),
+            drawn.ctypes.data,
+            tokens.ctypes.data,
         )
         self._engine.run(step)
-        return best
+        return best, tokens
 
     def _batch(self, rows: Sequence[Row]) -> _Batch:
         """The rows as arrays, after a check of every id that will index memory."""
@@ -303,6 +316,13 @@ class NativeRunner:
             tables,
             int(ends.max()) if rows else 0,
         )
+
+
+def _drawn(row: int, draw: Draw) -> tuple[int, int, float, float, float, float]:
+    """A draw as the step reads it, in the order of `native.DRAW`."""
+    sampling = draw.sampling
+    point = uniform(sampling.seed, draw.choice, draw.position)
+    return row, sampling.top_k, sampling.temperature, sampling.top_p, sampling.min_p, point
 
 
 def _angles(config: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:

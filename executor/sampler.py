@@ -79,18 +79,22 @@ def _draw(raw: Row, draw: Draw, likeliest: int) -> Drawn:
     return _with_logprobs(raw, draw.seq, token, sampling.logprobs)
 
 
-def is_greedy(draw: Draw) -> bool:
-    """Whether the greatest logit decides and nothing else is asked."""
+def is_plain(draw: Draw) -> bool:
+    """Whether logits count as they are and the token is all that is asked for."""
     sampling = draw.sampling
     return (
-        sampling.temperature <= 0
-        and sampling.logprobs < 0
+        sampling.logprobs < 0
         and not draw.forbidden
         and not sampling.logit_bias
         and sampling.repetition_penalty == 1
         and sampling.presence_penalty == 0
         and sampling.frequency_penalty == 0
     )
+
+
+def is_greedy(draw: Draw) -> bool:
+    """Whether the greatest logit decides and nothing else is asked."""
+    return draw.sampling.temperature <= 0 and is_plain(draw)
 
 
 @dataclass(slots=True, frozen=True)

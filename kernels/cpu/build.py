@@ -21,6 +21,7 @@ from pathlib import Path
 from kernels.cpu.features import VARIANTS, Variant, usable
 
 SOURCE = Path(__file__).with_name("step.cpp")
+INCLUDED = (Path(__file__).with_name("draw.h"),)
 COMPILERS = ("g++", "clang++", "c++")
 # GNU dialect: products and sums may fuse, as everywhere else in numerics; nothing of -ffast-math.
 FLAGS = (
@@ -118,7 +119,7 @@ def ship(folder: Path) -> list[Path]:
 
 def _shipped(folder: str, variant: Variant) -> Path:
     """Named by source and flags only: whoever runs it has no compiler to ask."""
-    hasher = hashlib.sha256(SOURCE.read_bytes())
+    hasher = _sources()
     hasher.update("\0".join([*FLAGS, *variant.flags]).encode())
     return Path(folder) / f"step-{variant.name}-{hasher.hexdigest()[:20]}.so"
 
@@ -158,9 +159,16 @@ def _compile(command: list[str]) -> None:
         raise Unavailable(f"{command[0]} failed on the native step: {errors[0].strip()}")
 
 
+def _sources() -> hashlib._Hash:
+    hasher = hashlib.sha256()
+    for path in (SOURCE, *INCLUDED):
+        hasher.update(path.read_bytes())
+    return hasher
+
+
 def _digest(command: list[str]) -> str:
     """Of all that decides what is built."""
-    hasher = hashlib.sha256(SOURCE.read_bytes())
+    hasher = _sources()
     hasher.update("\0".join([*command, _version(command[0])]).encode())
     return hasher.hexdigest()[:20]
 

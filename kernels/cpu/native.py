@@ -28,6 +28,7 @@ GROUP = 32  # inputs of a quantised weight that share a scale
 
 Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]
+Floats = NDArray[np.float32]
 
 
 class Form(enum.IntEnum):
@@ -98,7 +99,23 @@ class Step(Structure):
         ("kept", c_void_p),
         ("logits", c_void_p),
         ("best", c_void_p),
+        ("draws", c_int64),
+        ("drawn", c_void_p),
+        ("picked", c_void_p),
     )
+
+
+# One draw from a row of logits, as the step reads it. top_k 0 keeps all; `point` is in [0, 1).
+DRAW = np.dtype(
+    [
+        ("row", np.int64),
+        ("top_k", np.int64),
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("point", np.float64),
+    ]
+)
 
 
 def huge(nbytes: int) -> Bytes:
@@ -151,6 +168,8 @@ class Library:
         loaded.pk_packed_groups.restype = c_int64
         loaded.pk_pack_groups.argtypes = [*[c_void_p] * 4, *[c_int64] * 4]
         loaded.pk_pack_groups.restype = None
+        loaded.pk_pick.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p]
+        loaded.pk_pick.restype = c_int32
         loaded.pk_start.argtypes = [POINTER(Model)]
         loaded.pk_start.restype = c_void_p
         loaded.pk_step.argtypes = [c_void_p, POINTER(Step)]
@@ -220,6 +239,22 @@ class Library:
             out.ctypes.data, *(part.ctypes.data for part in own), columns, groups, form, pairs
         )
         return out
+
+    def pick(self, logits: Floats, draws: NDArray[np.void]) -> NDArray[np.int32]:
+        """[draws]: the token of each, as a step would draw it; -1 where a row is not finite.
+
+        Args:
+            logits: [rows, vocab], contiguous.
+            draws: [draws] of `DRAW`.
+
+        Raises:
+            MemoryError: there was none.
+        """
+        tokens = np.empty(len(draws), np.int32)
+        arrays = (logits.ctypes.data, logits.shape[1], draws.ctypes.data, len(draws))
+        if self._loaded.pk_pick(*arrays, tokens.ctypes.data):
+            raise MemoryError(f"no memory for draws from {logits.shape[1]} tokens")
+        return tokens
 
     def _padded(self, columns: int, pairs: bool) -> int:
         """Columns of a packed weight before they are padded to whole panels."""

@@ -1,5 +1,5 @@
 // One step of a Llama-family decoder over a paged KV cache, as one call: block copies, embedding, all
-// layers, last norm, output projection, greedy choice. Prompts, chunks and single tokens share one path.
+// layers, last norm, output projection, choice of tokens. Prompts, chunks and single tokens share one path.
 //
 // A *unit* is 32 bits: two bfloat16 numbers of neighbouring rows of a product's inner dimension, or one
 // float32. Every product here is then the same loop: acc[row][lane] += unit of weights . unit of input.
@@ -481,6 +481,8 @@ size_t padded(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 }  // namespace
 
+#include "draw.h"
+
 // ---------------------------------------------------------------- the interface; native.py mirrors it
 
 extern "C" {
@@ -523,6 +525,9 @@ struct Step {
     const i32* kept;                 // [outputs]: row of `logits` each one fills, -1: none
     float* logits;                   // [rows of kept][vocab]
     i32* best;                       // [outputs]: likeliest token, -1 if a logit is not finite
+    i64 draws;
+    const Draw* drawn;               // [draws], from rows of `logits`
+    i32* picked;                     // [draws]
 };
 }
 
@@ -608,6 +613,7 @@ struct Tile {
 
 struct Scratch {  // of one thread
     Buffer queries, scores, tiles, out, row;
+    Candidates candidates;
     Buffer best;  // of each output and lane: the greatest logit, its id, and NaN once one was not finite
     vi* where(size_t outputs) const { return best.as<vi>() + outputs; }
     vf* faults(size_t outputs) const { return best.as<vf>() + 2 * outputs; }
@@ -615,14 +621,14 @@ struct Scratch {  // of one thread
 
 // ---------------------------------------------------------------- the step
 
-// The stages of a step: COPY and EMBED, the next eleven for each layer, the last two.
+// The stages of a step: COPY and EMBED, the next eleven for each layer, the last three.
 enum Kind {
     COPY, EMBED,
     NORM, QKV, PLACE, ATTEND, COMPACT, ROUND_ATTENDED, OUTPUT, POST_NORM, GATE, ROUND_GATED, DOWN,
-    LAST_NORM, HEAD
+    LAST_NORM, HEAD, DRAW
 };
-constexpr size_t PER_LAYER = 11, BEFORE = 2, AFTER = 2;
-constexpr size_t LAST_PIECES = 8;  // stages from the last layer's ROUND_ATTENDED on
+constexpr size_t PER_LAYER = 11, BEFORE = 2, AFTER = 3;
+constexpr size_t LAST_PIECES = 9;  // stages from the last layer's ROUND_ATTENDED on
 
 class Engine {
   public:
@@ -724,6 +730,7 @@ class Engine {
             own.tiles.reserve((longest / m.block_size + 2) * sizeof(void*) * 2);
             own.out.reserve(std::max<size_t>(rows * (m.head_dim + 1), ROWS * PANEL) * 4);
             own.row.reserve(ld_integers * 8 + PANEL * 4);
+            if (s.draws) own.candidates.reserve(m.vocab);
             own.best.reserve(s.outputs * W * 12);
             for (i64 i = 0; i < s.outputs; i++)
                 own.best.as<vf>()[i] = splat(-INFINITY), own.where(s.outputs)[i] = vi{},
@@ -757,6 +764,7 @@ class Engine {
             case OUTPUT: case DOWN: return shares(m.hidden, n);
             case GATE: return shares(gate_columns(), n);
             case HEAD: return shares(m.vocab, n);
+            case DRAW: return s.draws;
         }
         return 0;
     }
@@ -814,7 +822,13 @@ class Engine {
             case DOWN: return add_product<T>(layer->down, gated.as<u32>(), ld_gated, m.intermediate, n, left);
             case LAST_NORM: return normalise<T>(own, some, m.norm, m.head.form);
             case HEAD: return choose<T>(own, left);
+            case DRAW: return draw(t, left);
         }
+    }
+
+    void draw(int t, u32 index) {
+        const Draw& draw = s.drawn[index];
+        s.picked[index] = scratch[t].candidates.pick(s.logits + draw.row * m.vocab, m.vocab, draw);
     }
 
     // Whole blocks, all layers. No target is a source, and none is a target twice.
@@ -1330,6 +1344,19 @@ PUBLIC void* pk_start(const Model* model) {
 PUBLIC i32 pk_step(void* engine, const Step* step) {
     try {
         static_cast<Engine*>(engine)->run(*step);
+        return 0;
+    } catch (...) {
+        return 1;
+    }
+}
+
+// Draws alone, on this thread. 0, or 1 when there is no memory.
+PUBLIC i32 pk_pick(const float* logits, i64 vocab, const Draw* draws, i64 count, i32* picked) {
+    try {
+        Candidates candidates;
+        candidates.reserve(vocab);
+        for (i64 i = 0; i < count; i++)
+            picked[i] = candidates.pick(logits + draws[i].row * vocab, vocab, draws[i]);
         return 0;
     } catch (...) {
         return 1;
