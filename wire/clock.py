@@ -1,9 +1,9 @@
 """A clock for leases and sessions that stands still while this process does.
 
-When a process is stopped (SIGSTOP, a suspended or paused machine), what others sent to be counted alive waits
-in its socket, unread. Judged by the wall, every lease and session would be over at the first look after such a
-gap, and all would be cut off for the absence of the one who judges. So a gap between two looks that is longer
-than a loop ever takes is left out: after it, each has as much time left as before.
+When a process is stopped (SIGSTOP, a suspended or paused machine), what others sent to be counted alive
+waits in its socket, unread. Judged by the wall, every lease and session would be over at the first look after
+such a gap, and all would be cut off for the absence of the one who judges. So a gap between two looks that is
+longer than a loop ever takes is left out: after it, each has as much time left as before.
 """
 
 from __future__ import annotations
