@@ -6,6 +6,7 @@ import ctypes
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from executor.plan import Draw
@@ -28,12 +29,11 @@ def picked(variant: Variant, logits: NDArray[np.float32], draws: list[Draw]) -> 
         )
         for row, draw in enumerate(draws)
     ]
-    return native.load(variant).pick(logits, np.array(rows, native.DRAW)).tolist()
+    tokens = native.load(variant).pick(logits, np.array(rows, native.DRAW))
+    return [int(token) for token in tokens]
 
 
 def expected(logits: NDArray[np.float32], draws: list[Draw]) -> list[int]:
-    import torch
-
     return [drawn.token for drawn in sample(torch.from_numpy(logits), list(enumerate(draws)))]
 
 
