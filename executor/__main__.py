@@ -276,7 +276,7 @@ def _kernels(
 ) -> Callable[..., AnyRunner]:
     """What computes the steps, as asked for and as this machine allows."""
     native = config.device == "cpu" and config.kernels in ("auto", "native")
-    if config.weights in ("file", "int8") and not native:
+    if config.weights in ("file", "int8", "w8a8") and not native:
         raise CannotStart(
             f"--weights {config.weights} needs the native CPU step: use --device cpu with --kernels "
             "auto or native"

@@ -36,10 +36,11 @@ class Config:
         "anywhere); auto: the fastest that can run here",
     )
     cuda_graphs: bool = flag(True, "record steps that only decode as CUDA graphs (triton)")
-    weights: Literal["auto", "plain", "file", "int8"] = flag(
+    weights: Literal["auto", "plain", "file", "int8", "w8a8"] = flag(
         "auto",
         "how the native CPU step holds weights: plain: as --dtype says; file: as a GGUF file of Q4_0, "
-        "Q4_1 or Q8_0 has them; int8: 8 bits made of any weights; auto: file if it can",
+        "Q4_1 or Q8_0 has them; int8: 8 bits made of any weights; w8a8: 8 bits of weights and inputs, which "
+        "changes texts; auto: file if it can",
     )
     kv_memory: Size | None = flag(
         None, "memory for K and V; default: 1GiB, on a GPU what --gpu-memory-share leaves", least=1

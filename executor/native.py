@@ -18,7 +18,7 @@ from executor.load import LoadedModel
 from executor.models.config import ModelConfig
 from executor.models.decoder import Linear
 from executor.plan import Draw, Drawn, Plan, Row
-from executor.quantize import Quantised, Weights, of_floats, stacked
+from executor.quantize import Narrow, Quantised, Weights, narrow, of_floats, stacked
 from executor.sampler import is_greedy, is_plain, sample, uniform
 from kernels.cpu import native
 from kernels.cpu.build import Unavailable
@@ -60,7 +60,9 @@ def why_not(loaded: LoadedModel, dtype: torch.dtype, block_size: int = 16) -> st
 
 
 def choose_weights(
-    asked: Literal["auto", "plain", "file", "int8"], loaded: LoadedModel, dtype: torch.dtype
+    asked: Literal["auto", "plain", "file", "int8", "w8a8"],
+    loaded: LoadedModel,
+    dtype: torch.dtype,
 ) -> Weights:
     """How to hold the weights.
 
@@ -72,8 +74,8 @@ def choose_weights(
         return "plain"
     if dtype != torch.bfloat16:
         raise ValueError(f"--weights {asked} needs --dtype bfloat16; in float32 weights stay plain")
-    if asked == "int8":
-        return "int8"
+    if asked == "int8" or asked == "w8a8":
+        return asked
     if not quantised[0]:
         raise ValueError(
             "--weights file: the model has no weights in Q4_0, Q4_1 or Q8_0, as GGUF files may; "
@@ -146,7 +148,8 @@ class NativeRunner:
             device: the CPU.
             dtype: of K and V; the model's own.
             threads: default: as many as torch uses.
-            weights: how they are held: as they are, as the GGUF file has them, or in 8 bits.
+            weights: how they are held: as they are, as the GGUF file has them, in 8 bits, or in 8 bits for
+                inputs in 8 bits.
             keep: leave the weights in `loaded`, to be used otherwise as well. By default each is dropped
                 once it is packed, so that there are never two copies of the model.
             variant: how to build the step; default: the fastest this CPU can run.
@@ -389,18 +392,21 @@ class _Weights:
         Args:
             names: of its parts, as Hugging Face has them, without `.weight` and `.bias`.
         """
-        quantised = self._quantised(linear, names)
-        if quantised is None:
-            form, address = native.Form.UNITS, self.matrix(linear.weight, pairs=pairs)
-        else:
+        scales = None
+        if (eight := self._narrow(linear)) is not None:
+            form, address = native.Form.W8A8, self._packed_narrow(eight, pairs=pairs)
+            scales = self._by_column(torch.from_numpy(eight.scales), pairs=pairs)
+        elif (quantised := self._quantised(linear, names)) is not None:
             form, address = quantised.form, self._packed(quantised, pairs=pairs)
+        else:
+            form, address = native.Form.UNITS, self.matrix(linear.weight, pairs=pairs)
         bias = linear.bias
         if bias is not None:
             bias = self._as_stored(bias, [f"{name}.bias" for name in names])
-            bias = self._in_turns(bias) if pairs else bias
         if not self._keep:
             linear.weight = torch.empty(0)
-        return native.Linear(address, None if bias is None else self._padded(bias), form)
+        held = None if bias is None else self._by_column(bias, pairs=pairs)
+        return native.Linear(address, held, scales, form)
 
     def embedding(self, embedding: Tensor) -> tuple[native.Form, int]:
         """Form and address of a row-major copy."""
@@ -415,6 +421,19 @@ class _Weights:
         copied[:] = raw.ravel()
         self.owned.append(copied)
         return native.Form.BYTES, copied.ctypes.data
+
+    def _narrow(self, linear: Linear) -> Narrow | None:
+        if self._weights != "w8a8":
+            return None
+        parts = torch.split(linear.weight, _AT_ONCE)
+        made = [narrow(part.float().numpy(force=True)) for part in parts]
+        given = [part for part in made if part is not None]
+        if len(given) < len(made):
+            return None
+        return Narrow(
+            np.concatenate([part.weight for part in given]),
+            np.concatenate([part.scales for part in given]),
+        )
 
     def _quantised(self, linear: Linear, names: Sequence[str]) -> Quantised | None:
         if self._weights == "int8":
@@ -432,10 +451,22 @@ class _Weights:
         self.owned.append(packed)
         return packed.ctypes.data
 
-    def _in_turns(self, bias: Tensor) -> Tensor:
+    def _packed_narrow(self, matrix: Narrow, *, pairs: bool) -> int:
+        outputs, inputs = matrix.weight.shape
+        packed = self._library.pack(
+            self._arena, matrix.weight.ctypes.data, outputs, inputs // 4, wide=True, pairs=pairs
+        )
+        self.owned.append(packed)
+        return packed.ctypes.data
+
+    def _by_column(self, values: Tensor, *, pairs: bool) -> int:
+        """Address of a float32 for each column, in packed order."""
+        return self._padded(self._in_turns(values) if pairs else values)
+
+    def _in_turns(self, values: Tensor) -> Tensor:
         """Gates and their partners as vectors in turn, each half padded to whole vectors."""
         lanes = self._library.lanes
-        halves = bias.float().view(2, -1)
+        halves = values.float().view(2, -1)
         padded = torch.nn.functional.pad(halves, (0, -halves.shape[1] % lanes))
         return padded.view(2, -1, lanes).transpose(0, 1).reshape(-1)
 

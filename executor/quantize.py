@@ -10,20 +10,21 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from kernels.cpu.native import GROUP, Form
+from kernels.cpu.native import GROUP, TURNED, Form
 
 Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]
 Floats = NDArray[np.float32]
 
-# How the native step holds weights: in the type of K and V, as the GGUF file has them, or 8 bits.
-Weights = Literal["plain", "file", "int8"]
+# How the native step holds weights: in the type of K and V, as the GGUF file has them, in 8 bits, or in 8
+# bits for inputs in 8 bits.
+Weights = Literal["plain", "file", "int8", "w8a8"]
 
 # Kinds of matrices in GGUF files that are taken as they are.
 QUANTISED = frozenset(
     {GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0}
 )
-_ZERO = 128  # added to BYTES
+_ZERO = 128  # added to weights of 8 bits
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,6 +51,14 @@ class Quantised:
         """Its outputs in another order."""
         offsets = None if self.offsets is None else self.offsets[order]
         return Quantised(self.form, self.weight[order], self.scales[order], offsets)
+
+
+@dataclass(slots=True, frozen=True)
+class Narrow:
+    """A matrix for inputs in 8 bits that have been `turned`: scale * (weight - 128)."""
+
+    weight: Bytes  # [outputs, inputs padded with 0 to whole 64s]
+    scales: Floats  # [outputs]
 
 
 def stacked(parts: Sequence[Quantised | None]) -> Quantised | None:
@@ -104,6 +113,40 @@ def of_floats(weight: Floats) -> Quantised | None:
         whole = np.clip(np.rint(padded / divisors), -127, 127)
         weights = (whole + _ZERO).astype(np.uint8)
     return _checked(Form.BYTES, weights.reshape(outputs, -1), scales, None)
+
+
+def narrow(weight: Floats) -> Narrow | None:
+    """The nearest 8-bit matrix with one scale for each output; None if a weight is not finite.
+
+    Args:
+        weight: [outputs, inputs].
+    """
+    inputs = weight.shape[1]
+    with np.errstate(over="ignore", invalid="ignore"):
+        # Turning inputs makes them 8 times as long, and so do weights: 64 is taken back here.
+        found = turned(np.pad(weight, ((0, 0), (0, -inputs % TURNED)))) / TURNED
+    scales = np.abs(found).max(axis=-1) / np.float32(127)
+    if not np.isfinite(scales).all():
+        return None
+    divisors = np.where(scales > 0, scales, 1)[:, None]
+    whole = np.clip(np.rint(found / divisors), -127, 127)
+    return Narrow((whole + _ZERO).astype(np.uint8), scales)
+
+
+def turned(values: Floats) -> Floats:
+    """Hadamard's transform of each 64 numbers of rows, as the native step turns inputs: 8 times as long.
+
+    Numbers that stick out are spread over their block, so that 8 bits resolve the others (Ashkboos et al.,
+    "QuaRot", 2024).
+
+    Args:
+        values: [rows, a multiple of 64].
+    """
+    signs = np.ones((1, 1), np.float32)
+    while len(signs) < TURNED:
+        signs = np.kron(np.array([[1, 1], [1, -1]], np.float32), signs)
+    found: Floats = (values.reshape(-1, TURNED) @ signs).reshape(values.shape)
+    return found
 
 
 def _halves(blocks: Bytes, at: int) -> Halves:

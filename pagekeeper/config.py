@@ -50,7 +50,7 @@ class UpConfig:
     kernels: Literal["auto", "native", "torch", "triton"] | None = flag(
         None, "code of the executor's step"
     )
-    weights: Literal["auto", "plain", "file", "int8"] | None = flag(
+    weights: Literal["auto", "plain", "file", "int8", "w8a8"] | None = flag(
         None, "how the native step holds weights"
     )
     kv_memory: Size | None = flag(None, "memory of the KV pool")

@@ -4,7 +4,7 @@ Both run in this process and take turns, round by round, so that a noisy machine
 each figure stands the read bandwidth probed in the same rounds, which small batches follow.
 
     python -m bench.kernels.cpu_step [--model NAME] [--streams 1,8,16,64] [--context 320] [--rounds 5]
-        [--only native|torch] [--weights plain|file|int8] [--csv FILE]
+        [--only native|torch] [--weights plain|file|int8|w8a8] [--csv FILE]
 
 With several --weights, such as `plain,file`, each is a runner of its own.
 """

@@ -25,6 +25,7 @@ _HUGE = 2 << 20  # bytes of a huge page
 _LINE = 64  # bytes of a cache line
 _CHUNK = 32 << 20  # bytes an arena takes from the system at once
 GROUP = 32  # inputs of a quantised weight that share a scale
+TURNED = 64  # inputs that are turned together for W8A8
 
 Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]
@@ -37,10 +38,16 @@ class Form(enum.IntEnum):
     UNITS = 0  # bfloat16 or float32
     NIBBLES = 1  # offset + scale * (0 .. 15)
     BYTES = 2  # scale * (-128 .. 127)
+    W8A8 = 3  # scale of the output * (-127 .. 127), for inputs in 8 bits
 
 
 class Linear(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("form", c_int64))
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("form", c_int64),
+    )
 
 
 class Layer(Structure):
@@ -194,7 +201,8 @@ class Library:
 
         Args:
             arena: where the copy goes.
-            weight: address of [columns, inner] of float32 (wide) or bfloat16, contiguous.
+            weight: address of [columns, inner] of bfloat16, or of float32 or what else is a unit of 32 bits
+                (wide), contiguous.
             pairs: the first half of the columns are gates, the second half their partners.
         """
         out = arena.take(4 * int(self._loaded.pk_packed(self._padded(columns, pairs), inner, wide)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +87,22 @@ def lone_tokens(ids: Sequence[int]) -> list[Row]:
 
 
 def lone_logits(
-    config: ModelConfig, weights: Mapping[str, Floats], ids: Sequence[int], embedding: Floats
+    config: ModelConfig,
+    weights: Mapping[str, Floats],
+    ids: Sequence[int],
+    embedding: Floats,
+    inputs: Callable[[Floats], Floats] = lambda x: x,
 ) -> Floats:
     """[ids, vocab] of a Llama for sequences of one token, which attend to themselves alone: what they get is
     their own V, kept in bfloat16.
 
     Args:
         embedding: [vocab, hidden], to be looked up in.
+        inputs: what products make of theirs.
     """
 
     def linear(x: Floats, name: str) -> Floats:
-        y = x @ weights[f"{name}.weight"].T
+        y = inputs(x) @ weights[f"{name}.weight"].T
         return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
     def normed(x: Floats, name: str) -> Floats:
@@ -224,7 +229,7 @@ def test_whole_texts_are_nearer_to_float32_than_with_weights_rounded_to_bfloat16
     assert errors[0] < errors[1]
 
 
-@pytest.mark.parametrize("weights", ["file", "int8"])
+@pytest.mark.parametrize("weights", ["file", "int8", "w8a8"])
 def test_a_token_has_the_same_logits_to_the_last_bit_whatever_the_chunks_and_the_company(
     tmp_path: Path, weights: Weights
 ) -> None:
@@ -244,7 +249,7 @@ def test_a_token_has_the_same_logits_to_the_last_bit_whatever_the_chunks_and_the
     assert torch.equal(runner.logits(lone_tokens(ids)), torch.cat(alone))
 
 
-@pytest.mark.parametrize("weights", ["file", "int8"])
+@pytest.mark.parametrize("weights", ["file", "int8", "w8a8"])
 def test_one_row_of_nan_fails_alone(tmp_path: Path, weights: Weights) -> None:
     loaded = load(file_of(tmp_path, Kind.Q4_1), "bfloat16")
 
@@ -359,6 +364,7 @@ def test_pack_refuses_shapes_that_do_not_fit() -> None:
         (Kind.F16, "int8", "bfloat16", "int8"),
         (None, "auto", "bfloat16", "plain"),
         (None, "int8", "bfloat16", "int8"),
+        (Kind.Q4_1, "w8a8", "bfloat16", "w8a8"),
     ],
 )
 def test_weights_are_held_as_in_the_file_where_that_is_quantised_and_nothing_else_is_asked(
@@ -375,6 +381,7 @@ def test_weights_are_held_as_in_the_file_where_that_is_quantised_and_nothing_els
     [
         (Kind.Q4_1, "file", "float32", "--weights file needs --dtype bfloat16"),
         (Kind.F16, "int8", "float32", "--weights int8 needs --dtype bfloat16"),
+        (None, "w8a8", "float32", "--weights w8a8 needs --dtype bfloat16"),
         (Kind.F16, "file", "bfloat16", "no weights in Q4_0, Q4_1 or Q8_0"),
         (None, "file", "bfloat16", "use --weights int8 or --weights plain"),
     ],

@@ -100,6 +100,7 @@ def test_bfloat16_and_stored_weights_choose_as_float32_does_as_often_as_torchs_b
         "native": native(rounded).logits,
         "file": native(rounded, "file").logits,
         "int8": native(rounded, "int8").logits,
+        "w8a8": native(rounded, "w8a8").logits,
         "torch": of_torch(rounded),
     }
     agreed = dict.fromkeys(sides, 0)
@@ -125,3 +126,5 @@ def test_bfloat16_and_stored_weights_choose_as_float32_does_as_often_as_torchs_b
     assert agreed["file"] >= 0.98 * TOKENS
     assert divergence["file"] < divergence["native"]
     assert agreed["int8"] >= 0.96 * TOKENS
+    assert agreed["w8a8"] >= 0.93 * TOKENS
+    assert divergence["w8a8"] < 0.01 * TOKENS
