@@ -83,7 +83,7 @@ class AtConfig:
 
 
 # Names that other parts of this repository read: caches, compose.yaml, the tests.
-_OTHERS = ("CACHE", "MODELS", "FUZZ", "FUZZ_OPS", "FULL")
+_OTHERS = ("CACHE", "CORES", "MODELS", "AOT", "FUZZ", "FUZZ_OPS", "FULL")
 
 
 def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:

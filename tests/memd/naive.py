@@ -232,10 +232,7 @@ class Naive:
             seq.committed = commit.computed
             seq.sent += len(commit.tokens) // 4
         self._fork(queue)
-        for change in reply.changes:
-            table = self.seqs[change.seq].blocks
-            must(change.index <= len(table), "change %s leaves a hole in %s", change, table)
-            table[change.index : change.index + len(change.blocks)] = change.blocks
+        self.take(reply)
         for seq_id in queue.frees:
             del self.seqs[seq_id]
         self._admit(queue, reply, best)
@@ -264,6 +261,13 @@ class Naive:
         self._judge_evictions(cached_before)
         self.verify()
         return reply
+
+    def take(self, reply: Granted) -> None:
+        """Apply what a reply says of tables: merges found after the last one too."""
+        for change in reply.changes:
+            table = self.seqs[change.seq].blocks
+            must(change.index <= len(table), "change %s leaves a hole in %s", change, table)
+            table[change.index : change.index + len(change.blocks)] = change.blocks
 
     def _fork(self, queue: Queue) -> None:
         for fork in queue.forks:

@@ -157,7 +157,7 @@ class Executor(RuleBasedStateMachine):
         if seq > self.naive.pool.highest:
             assert self.naive.refused(frees=[seq]).code == Code.UNKNOWN_SEQUENCE
         elif seq not in self.naive.seqs and seq not in self.naive.queue.frees:
-            self.naive.driver.free(seq)
+            self.naive.take(self.naive.driver.free(seq))
 
     @rule(
         seq=st.integers(1, 40),

@@ -104,7 +104,7 @@ def test_four_choices_share_the_prompts_blocks(stack: Stack) -> None:
                     model="tiny",
                     prompt=list(range(100, 156)),
                     n=4,
-                    max_tokens=400,
+                    max_tokens=1500,
                     temperature=1.0,
                     seed=5,
                     extra_body={"ignore_eos": True},
