@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 LIMITS = Limits(max_message=MAX_STEP)
 TICK_S = 0.1
+TURN_S = 0.005  # of messages that follow each other closely; then whoever asks over HTTP has a turn
 PAUSE_MS = 1  # after an answer: the executor has it by then, and its device computes for longer
 LOOK_S = 1.0  # between two looks at the socket file
 MOST_BAD_FRAMES = 8  # of one peer; what it sends after that is not even decoded
@@ -139,6 +140,7 @@ class Server:
     def drain(self) -> None:
         """Answer all messages that wait."""
         clock, meter = self.clock, self.meter
+        end = perf_counter() + TURN_S
         for peer, payload in self._router.receive():
             if self._halted:
                 return
@@ -165,6 +167,8 @@ class Server:
                 meter.step_seconds += taken
                 meter.step_buckets[bisect_left(BUCKETS, taken)] += 1
                 self._finish()
+                if perf_counter() > end:
+                    return  # called again at once if more has come
 
     def _finish(self) -> None:
         """The answer has gone: do what the step left to do, unless another message comes first, which will.
