@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import signal
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -261,8 +262,14 @@ def test_sixty_four_streams_in_a_third_of_the_memory_they_need_all_finish(tiny_m
         return int(chunks[-1]["usage"]["completion_tokens"])
 
     async def run() -> list[int]:
+        """All arrive while the executor stands still, lest the first have ended before the last come."""
+        executor = small.children["executor"]
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            return await asyncio.gather(*(one(session, which) for which in range(64)))
+            executor.send_signal(signal.SIGSTOP)
+            streams = [asyncio.create_task(one(session, which)) for which in range(64)]
+            await asyncio.sleep(1)
+            executor.send_signal(signal.SIGCONT)
+            return await asyncio.gather(*streams)
 
     try:
         small.up()
