@@ -1,7 +1,7 @@
 """The step loop: one thing after the other, so that the order of events is the order of the program.
 
-While the device computes plan k, memd already answers for step k+1; see `turn`. A long step or a silent memd
-does not stop the loop from answering gateways and keeping its lease.
+While the device computes plan k, the tokens of plan k-1 go out and memd answers for step k+1; see `turn`. A
+long step or a silent memd does not stop the loop from answering gateways and keeping its lease.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Protocol
 from executor.budget import Pace
 from executor.memory import Fenced, MemoryClient
 from executor.plan import Drawn, Plan
-from executor.scheduler import Scheduler
+from executor.proposal import Proposal
+from executor.scheduler import Deltas, Scheduler
 from executor.server import Server
 from executor.worker import Worker
 from wire.errors import Code
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 RENEW_S = 0.25  # idle, memd hears of us this often
 CARE_S = 0.25  # in a long step, gateways and memd are looked after this often
+HEAR_MS = 2  # beside a step, memd's answer is waited for so long; it takes a tenth of that
 FILLS_EVERY = 16  # steps between reports of how full the last blocks are
 MOST_FENCES = 8  # registrations in a row that brought no granted step; then something is broken
 
@@ -70,12 +72,15 @@ class Engine:
         self._pace = Pace(scheduler.bounds.step_tokens)
         scheduler.step_tokens = self._pace.tokens
         self._plan = Plan(0)
+        self._computing = False  # whether that plan has been started
         self._usage = Usage(scheduler.bounds.blocks, scheduler.bounds.blocks, 0, 0, 0, 0, 0)
         self._hits_before = self._queries_before = 0  # counted by memds and pools of the past
         self._signals = 0
         self._drain_until: float | None = None
+        self._deltas: Deltas = []  # not sent yet
         self._attached = False  # whether memd's last word was a grant or a registration
         self._asked_at = 0.0
+        self._started_at = 0.0
         self._worked_at = clock()
         self._turns = 0
         self._fences = 0
@@ -102,16 +107,24 @@ class Engine:
             pass
         finally:
             self._scheduler.fail_all(Code.UNAVAILABLE, "the executor stopped")
-            self._server.emit([], self._scheduler.take_failures())
+            self._emit()
             self._server.close("the executor stopped")
             self._memory.close()
 
     def turn(self) -> None:
-        """One step: ask for k+1, compute k, take in its tokens, settle k+1, send the tokens."""
+        """One step: while the device computes plan k, send the tokens of k-1 and ask memd for k+1; then take
+        in k's tokens, settle k+1 and start it.
+
+        Between two steps there is only what the second one depends on: everything else makes the device wait.
+        """
         scheduler, plan = self._scheduler, self._plan
-        scheduler.now = self._clock()
-        self._server.service()
         working = bool(plan.rows or plan.copies)
+        # After a pause of the whole process the blocks may be someone else's: look before computing.
+        if working and not self._computing and not self._memory.stale():
+            self._start()
+        scheduler.now = self._clock()
+        self._emit()
+        self._server.service()
         proposal = scheduler.propose(fills=self._turns % FILLS_EVERY == 0)
         if not working and not proposal.wants:
             self._worked_at = self._clock()
@@ -123,22 +136,18 @@ class Engine:
         self._asked_at = self._clock()
         self._memory.ask(proposal.wants)
         try:
-            # After a pause of the whole process the blocks may be someone else's: look before computing.
-            granted = self._answer() if working and self._memory.stale() else None
             if working:
-                # Before memd's answer, which may be that all is lost: what was drawn is still right.
-                deltas = scheduler.update(plan, self._compute(plan))
-                self._server.emit(deltas, scheduler.take_failures())
-            granted = granted or self._answer()
-            self._plan = scheduler.settle(proposal, granted)
+                self._finish(proposal)
+            else:
+                self._settle(proposal, self._answer())
         except Fenced as fenced:
+            self._emit()
             self._reattach(fenced)
             return
-        self._usage = granted.usage
-        self._fences = 0
-        self._server.emit([], scheduler.take_failures())
-        if not working and not self._plan.rows and scheduler.busy:
-            self._server.poll(1)  # memory must come free first: do not spin for it
+        if not self._computing:
+            self._emit()
+            if not working and not self._plan.rows and scheduler.busy:
+                self._server.poll(1)  # memory must come free first: do not spin for it
 
     def status(self) -> Status:
         """Load, for gateways."""
@@ -169,29 +178,74 @@ class Engine:
 
     # ------------------------------------------------------------ inside
 
-    def _compute(self, plan: Plan) -> list[Drawn]:
-        """Run a plan. The first time the device lacks memory for one, it costs that step's largest request;
-        a second time in a row, nothing is sure any more and the process ends."""
-        started = self._clock()
+    def _start(self) -> None:
+        self._worker.start(self._next())
+
+    def _next(self) -> Callable[[], list[Drawn] | None]:
+        """The plan at hand as work, to be started at once."""
+        plan = self._plan
+        self._computing = True
+        self._started_at = self._asked_at = self._clock()
+        return lambda: self._compute(plan)
+
+    def _compute(self, plan: Plan) -> list[Drawn] | None:
+        """What a plan draws; None when the device lacked memory for it. A second time in a row, nothing is
+        sure any more and the process ends."""
         try:
-            drawn = self._worker.call(lambda: self._runner.run(plan), self._care, CARE_S)
-        except (Stopped, Wedged):
-            raise
+            return self._runner.run(plan)
         except Exception as error:
             if not _out_of_memory(error) or self._lost_steps:
                 raise
-            self._lost_steps += 1
             log.error("step=%d ran out of memory: %s", plan.number, error)
-            self._scheduler.step_lost(plan)
-            return []
+            return None
+
+    def _finish(self, proposal: Proposal) -> None:
+        """Wait for the plan at hand and take it in; if memd has answered by then, go on with the next one."""
+        granted = None
+        if not self._computing:
+            granted = self._answer()
+            self._start()
+        heard = granted is not None or self._memory.hear(HEAR_MS)
+
+        def then(drawn: list[Drawn] | None) -> Callable[[], list[Drawn] | None] | None:
+            # Before memd's answer, which may be that all is lost: what was drawn is still right.
+            self._take_in(drawn)
+            if not heard:
+                return None
+            self._settle(proposal, granted or self._answer())
+            return None if not self._plan.rows or self._memory.stale() else self._next()
+
+        self._worker.wait(then, self._care, CARE_S)
+        if not heard:
+            self._emit()
+            self._settle(proposal, self._answer())
+
+    def _take_in(self, drawn: list[Drawn] | None) -> None:
+        """What the plan at hand brought. If it was lost, that costs its largest request."""
+        scheduler, plan = self._scheduler, self._plan
+        self._computing = False
+        if drawn is None:
+            self._lost_steps += 1
+            scheduler.step_lost(plan)
+            return
         self._lost_steps = 0
         self.steps += 1
         self._worked_at = self._clock()
         tokens = sum([len(row.tokens) for row in plan.rows])
-        self._scheduler.step_tokens = self._pace.next(
-            tokens, self._worked_at - started, self._memory.lease
+        scheduler.step_tokens = self._pace.next(
+            tokens, self._worked_at - self._started_at, self._memory.lease
         )
-        return drawn
+        self._deltas = scheduler.update(plan, drawn)
+
+    def _settle(self, proposal: Proposal, granted: Granted) -> None:
+        self._plan = self._scheduler.settle(proposal, granted)
+        self._usage = granted.usage
+        self._fences = 0
+
+    def _emit(self) -> None:
+        """Send what the last step brought."""
+        deltas, self._deltas = self._deltas, []
+        self._server.emit(deltas, self._scheduler.take_failures())
 
     def _answer(self) -> Granted:
         granted = self._memory.answer(self._idle)

@@ -71,6 +71,9 @@ class MemoryClient(Protocol):
     def ask(self, wants: Wants) -> None:
         """Send what the next step wants, without waiting."""
 
+    def hear(self, most_ms: int) -> bool:
+        """Wait a little for the answer and keep it, so that `answer` need not wait; whether one came."""
+
     def answer(self, idle: Idle) -> Granted:
         """Wait for the answer to the step asked last.
 
@@ -177,6 +180,15 @@ class RemoteMemory:
         )
         self._asked_at = self._clock()
         self._sent = self._send(self._payload)
+
+    def hear(self, most_ms: int) -> bool:
+        if not self._early and self._dealer.poll(most_ms):
+            reply = next(self._replies(), None)
+            late = isinstance(reply, Granted) and reply.number != self._number  # sent twice
+            if reply is not None and not late:
+                self._early.append(reply)
+                self._renewed = self._asked_at
+        return bool(self._early)
 
     def answer(self, idle: Idle) -> Granted:
         started = self._clock()

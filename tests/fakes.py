@@ -174,6 +174,9 @@ class LocalMemory:
         assert isinstance(reply, Granted | Rejected)
         self._reply = reply
 
+    def hear(self, most_ms: int) -> bool:
+        return True
+
     def answer(self, idle: Idle) -> Granted:
         reply, self._reply = self._reply, None
         assert reply is not None

@@ -13,10 +13,12 @@ import pytest
 from executor.engine import Wedged
 from executor.memory import Idle, RemoteMemory
 from executor.plan import Plan
+from executor.scheduler import Deltas
 from tests.executor.daemon import Daemon
 from tests.executor.house import Gateway, House
 from tests.fakes import VOCAB, oracle
 from wire.errors import Code, Refused
+from wire.generate import Failed
 from wire.memory import PoolSpec
 from wire.rpc import Dealer, Limits, ipc
 
@@ -80,18 +82,27 @@ def test_a_batch_in_a_pool_that_preempts_gives_the_texts_of_one_at_a_time(tmp_pa
     house.close()
 
 
-def test_memd_is_asked_for_the_next_step_before_a_step_is_computed(
+def test_a_step_ends_only_after_the_tokens_before_it_went_out_and_memd_was_asked_for_the_next(
     house: House, gateway: Gateway
 ) -> None:
-    asked: list[int] = []
+    def wait_for_both(plan: Plan) -> None:
+        end = time.monotonic() + 20
+        while len(house.local.asked) - plan.number < 1 or len(sent) < len(house.runner.plans) - 1:
+            assert time.monotonic() < end, "the loop waits for the step first"
+            time.sleep(0.001)
 
-    def look(plan: Plan) -> None:
-        asked.append(len(house.local.asked) - plan.number)
+    sent: list[Deltas] = []
+    emit = house.server.emit
 
-    house.runner.broken = look
+    def look(deltas: Deltas, failed: list[tuple[bytes, Failed]]) -> None:
+        emit(deltas, failed)
+        sent.extend([deltas] if deltas else [])
+
+    house.server.emit = look  # type: ignore[method-assign]
+    house.runner.broken = wait_for_both
     gateway.submit(1, [1, 2], 20)
     gateway.await_(lambda: gateway.finished)
-    assert asked == [1] * 20
+    assert gateway.texts[1, 0] == oracle([1, 2], 0, 20)
 
 
 def test_an_idle_executor_renews_its_lease_four_times_a_second(house: House) -> None:

@@ -1,0 +1,230 @@
+"""How long the native step waits for the rest of the executor: from the end of one call to the next.
+
+All around it is real: the default model, the step loop, memd as a process, a client over the gateway's socket
+as another. Every stream decodes one token a step, with prompts of `PROMPT` tokens before. Between two calls
+caches hold weights and nothing else, which makes the same Python cost three times what it costs in a loop by
+itself (`bench.step_loop`).
+
+    python -m bench.step_gap [--streams 1,8,16,64] [--temperatures 0,1] [--steps 120] [--weights plain]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+
+from executor.accept import Bounds
+from executor.engine import Engine
+from executor.load import DEFAULT_MODEL, LoadedModel, load_model
+from executor.memory import RemoteMemory
+from executor.native import NativeRunner, why_not
+from executor.request import pack
+from executor.scheduler import Scheduler
+from executor.server import Server
+from executor.worker import Worker
+from kernels.cpu import native
+from wire.generate import (
+    MAX_TO_EXECUTOR,
+    MAX_TO_GATEWAY,
+    PROTOCOL,
+    Events,
+    GenerateCodec,
+    Gone,
+    Hello,
+    ModelCard,
+    Ping,
+    Submit,
+    ToExecutor,
+    Welcome,
+)
+from wire.memory import MAX_REPLY, PoolSpec
+from wire.rpc import Dealer, Limits, PeerGone, Router, ipc
+from wire.sampling import Sampling
+
+PROMPT = 64
+BLOCK_SIZE = 16
+PATIENCE_S = 120.0
+PING_S = 0.5
+
+Load = tuple[int, float]  # streams, temperature
+
+
+class Probe:
+    """Stands before the native engine and looks at the clock."""
+
+    def __init__(self, engine: native.Engine) -> None:
+        self._engine = engine
+        self._last: Load | None = None
+        self._ended = 0.0
+        self.gaps: dict[Load, list[float]] = defaultdict(list)  # seconds
+        self.steps: dict[Load, list[float]] = defaultdict(list)  # seconds
+
+    def run(self, step: native.Step) -> None:
+        started = time.perf_counter()
+        self._engine.run(step)
+        ended = time.perf_counter()
+        load = (step.rows, float(step.draws > 0))
+        decoding = step.tokens == step.rows == step.outputs
+        if decoding and load == self._last:
+            self.gaps[load].append(started - self._ended)
+            self.steps[load].append(ended - started)
+        self._last, self._ended = (load if decoding else None), ended
+
+
+@contextmanager
+def memd(folder: Path) -> Iterator[None]:
+    """The memory daemon, as a process."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memd", "--run-dir", str(folder), "--admin-port", "0",
+         "--log-level", "error"]
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def client(endpoint: str, loads: Sequence[Load], steps: int) -> None:
+    """One load after the other, as a gateway would send it."""
+    codec, request = GenerateCodec(), 0
+    with Dealer(endpoint, Limits(max_message=MAX_TO_GATEWAY)) as dealer:
+
+        def send(message: ToExecutor) -> None:
+            end = time.monotonic() + PATIENCE_S
+            while True:
+                try:
+                    return dealer.send(codec.encode(message))
+                except PeerGone:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.01)
+
+        def messages() -> Iterator[object]:
+            pinged = 0.0
+            while dealer.poll(int(PATIENCE_S * 1000)):
+                if time.monotonic() - pinged > PING_S:
+                    pinged = time.monotonic()
+                    send(Ping())
+                for payload in dealer.receive():
+                    yield codec.decode_to_gateway(payload)
+            raise SystemExit(f"no word from the executor for {PATIENCE_S:.0f} s")
+
+        send(Hello(PROTOCOL, uuid.uuid4().hex))
+        if not any(isinstance(message, Welcome) for message in messages()):
+            return
+        for streams, temperature in loads:
+            sampling = Sampling(
+                seed=1, temperature=temperature, max_tokens=steps + streams // 4, ignore_eos=True
+            )
+            for _ in range(streams):
+                request += 1
+                send(Submit(request, pack([request % 900 + 1] * PROMPT), sampling))
+            left = streams
+            for message in messages():
+                if isinstance(message, Gone):
+                    raise SystemExit(f"the executor ended the session: {message.message}")
+                if isinstance(message, Events):
+                    if message.failed:
+                        raise SystemExit(f"a request failed: {message.failed[0].message}")
+                    left -= sum(bool(delta.finish) for delta in message.deltas)
+                if not left:
+                    break
+
+
+def measure(
+    loaded: LoadedModel, loads: Sequence[Load], steps: int, weights: str, folder: Path
+) -> Probe:
+    """Run all loads, one after the other."""
+    most = max(streams for streams, _ in loads)
+    blocks = most * -(-(PROMPT + steps + most) // BLOCK_SIZE) + 1
+    runner = NativeRunner(
+        loaded,
+        num_blocks=blocks + 1,
+        block_size=BLOCK_SIZE,
+        device="cpu",
+        dtype=torch.bfloat16,
+        weights=weights,  # type: ignore[arg-type]
+    )
+    runner.warm_up()
+    probe = runner._engine = Probe(runner._engine)  # type: ignore[assignment]
+    card = loaded.card
+    bounds = Bounds(BLOCK_SIZE, blocks, card.context_length, card.vocab_size, card.eos_ids)
+    scheduler, worker = Scheduler(bounds), Worker()
+    spec = PoolSpec("pool", loaded.digest, "bfloat16", BLOCK_SIZE, blocks + 1, runner.block_bytes)
+    endpoint = ipc(folder / "executor-0.sock")
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        memd(folder),
+        Router(endpoint, Limits(max_message=MAX_TO_EXECUTOR)) as router,
+        Dealer(ipc(folder / "memd.sock"), Limits(max_message=MAX_REPLY)) as dealer,
+    ):
+        memory = RemoteMemory(dealer, uuid.uuid4().hex, spec)
+        server = Server(router, uuid.uuid4().hex)
+        engine = Engine(scheduler, memory, runner, server, worker=worker)
+        model = ModelCard(
+            "m", "m", 0, "Llama", "bfloat16", bounds.context, blocks * BLOCK_SIZE, BLOCK_SIZE,
+            bounds.vocab, b"{}", eos_ids=bounds.end_ids,
+        )  # fmt: skip
+        server.open(model, scheduler, engine.status)
+        gateway = spawn.Process(target=client, args=(endpoint, loads, steps))
+
+        def stop_after_it() -> None:
+            gateway.join()
+            engine.stop()
+            engine.stop()
+
+        gateway.start()
+        threading.Thread(target=stop_after_it).start()
+        engine.run()
+        worker.close()
+    if gateway.exitcode:
+        sys.exit("the client ended with an error")
+    assert isinstance(probe, Probe)
+    return probe
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--streams", default="1,8,16,64")
+    parser.add_argument("--temperatures", default="0,1", help="0, 1 or both")
+    parser.add_argument("--steps", type=int, default=120, help="of each load (%(default)s)")
+    parser.add_argument("--weights", default="plain", choices=("plain", "file", "int8", "w8a8"))
+    options = parser.parse_args(argv)
+    loads = [
+        (int(streams), float(temperature))
+        for temperature in options.temperatures.split(",")
+        for streams in options.streams.split(",")
+    ]
+    loaded = load_model(
+        DEFAULT_MODEL, dtype="bfloat16", device="cpu", on_progress=lambda what, share: None
+    )
+    if reason := why_not(loaded, torch.bfloat16):
+        sys.exit(reason)
+    with tempfile.TemporaryDirectory(prefix="pk-") as folder:
+        probe = measure(loaded, loads, options.steps, options.weights, Path(folder))
+    print("streams  temperature   gap ms: median  p10   p90    step ms  gap's share")
+    for (streams, temperature), gaps in probe.gaps.items():
+        tenths = quantiles(gaps, n=10)
+        gap, step = 1000 * median(gaps), 1000 * median(probe.steps[streams, temperature])
+        print(
+            f"{streams:7}  {temperature:11.0f}          {gap:6.2f} {1000 * tenths[0]:6.2f} "
+            f"{1000 * tenths[-1]:6.2f}     {step:6.2f}  {gap / (gap + step):10.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
