@@ -35,7 +35,9 @@ class Row(Struct, frozen=True, gc=False):
     seq: int
     start: int  # position of tokens[0]; positions below it are in KV already
     tokens: list[int]  # at least one
-    blocks: list[int]  # block table; ceil((start + len(tokens)) / block_size) entries or more
+    # Block table; ceil((start + len(tokens)) / block_size) entries or more. A list is never changed once it
+    # is in a row, so whoever has seen it need not look at its entries again.
+    blocks: list[int]
     draws: tuple[Draw, ...] = ()  # empty: a chunk whose sequence has more tokens to come
 
 

@@ -62,7 +62,7 @@ class Sequence:
     tokens: list[int]  # prompt and output
     output: list[int] = field(default_factory=list)  # generated so far
     id: int = 0  # memd's name for it; a new one each time it starts over
-    blocks: list[int] = field(default_factory=list)  # block table
+    blocks: list[int] = field(default_factory=list)  # block table, replaced when it changes
     room: int = 0  # slots it may write without asking memd (wire.memory.Granted says which)
     computed: int = 0
     written: int = 0

@@ -35,7 +35,7 @@ def build(
             # The first tokens of all choices are drawn from the lead's row; then each has its own.
             drawing = (seq,) if group.together else group.live
             draws = tuple([_draw(member, group) for member in drawing])
-        rows.append(Row(seq_id, start, seq.tokens[start:end], seq.blocks.copy(), draws))
+        rows.append(Row(seq_id, start, seq.tokens[start:end], seq.blocks, draws))
     return rows
 
 

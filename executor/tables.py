@@ -35,7 +35,9 @@ def apply(
             orphans.append(child_id)
     for change in changes:
         if (seq := sequences.get(change.seq)) is not None:
-            seq.blocks[change.index : change.index + len(change.blocks)] = change.blocks
+            table = seq.blocks.copy()  # rows have the old one
+            table[change.index : change.index + len(change.blocks)] = change.blocks
+            seq.blocks = table
     for seq, seq_id in proposal.growing:
         if seq.id == seq_id and seq_id not in refused:
             seq.room = len(seq.blocks) * block_size

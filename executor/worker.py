@@ -2,8 +2,8 @@
 
 The step loop hands it a piece of work, does what can be done beside it, and waits; while it waits it can
 still answer gateways and renew its lease, however long the device takes. To wake a thread takes longer than
-what must happen between two steps, so that is left with the device's thread, as `then`: it makes the next piece
-of work out of the result of the last. It only ever runs while the loop waits, so the two never run side by side.
+what must happen between two steps, so that is left with the device's thread, as `then`: it makes the next
+piece of work out of the result of the last. It only ever runs while the loop waits, never beside it.
 """
 
 from __future__ import annotations

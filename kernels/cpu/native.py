@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import mmap
+import struct
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_void_p
@@ -123,6 +124,7 @@ DRAW = np.dtype(
         ("point", np.float64),
     ]
 )
+pack_draw = struct.Struct("=qqdddd").pack  # one of them
 
 
 def huge(nbytes: int) -> Bytes:
