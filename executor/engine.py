@@ -34,6 +34,9 @@ MOST_FENCES = 8  # registrations in a row that brought no granted step; then som
 class Runner(Protocol):
     """What executes plans: `executor.runner.Runner`, or a fake."""
 
+    def prepare(self, plan: Plan) -> None:
+        """The plan that probably runs next, while another thread is in `run`: tokens may be UNKNOWN."""
+
     def run(self, plan: Plan) -> list[Drawn]:
         """Make the plan's copies, compute its rows, draw its tokens."""
 
@@ -80,7 +83,7 @@ class Engine:
         self._deltas: Deltas = []  # not sent yet
         self._attached = False  # whether memd's last word was a grant or a registration
         self._asked_at = 0.0
-        self._started_at = 0.0
+        self._started_at = self._took = 0.0
         self._worked_at = clock()
         self._turns = 0
         self._fences = 0
@@ -139,7 +142,9 @@ class Engine:
             if working:
                 self._finish(proposal)
             else:
-                self._settle(proposal, self._answer())
+                granted = self._answer()
+                self._plan = scheduler.settle(proposal, granted)
+                self._settled(granted)
         except Fenced as fenced:
             self._emit()
             self._reattach(fenced)
@@ -201,44 +206,57 @@ class Engine:
 
     def _finish(self, proposal: Proposal) -> None:
         """Wait for the plan at hand and take it in; if memd has answered by then, go on with the next one."""
-        granted = None
-        if not self._computing:
+        scheduler, computed, following = self._scheduler, self._plan, None
+        if self._computing:
+            granted = self._memory.hear(HEAR_MS)
+        else:
             granted = self._answer()
             self._start()
-        heard = granted is not None or self._memory.hear(HEAR_MS)
+        if granted is not None and scheduler.may_settle(granted):
+            following = scheduler.settle(proposal, granted)
+            self._runner.prepare(following)
 
         def then(drawn: list[Drawn] | None) -> Callable[[], list[Drawn] | None] | None:
             # Before memd's answer, which may be that all is lost: what was drawn is still right.
             self._take_in(drawn)
-            if not heard:
+            if granted is None:
                 return None
-            self._settle(proposal, granted or self._answer())
+            self._plan = (
+                scheduler.settle(proposal, granted)
+                if following is None
+                else scheduler.complete(following)
+            )
             return None if not self._plan.rows or self._memory.stale() else self._next()
 
         self._worker.wait(then, self._care, CARE_S)
-        if not heard:
+        if self._lost_steps == 0:
+            self._count(computed)
+        if granted is None:
             self._emit()
-            self._settle(proposal, self._answer())
+            granted = self._answer()
+            self._plan = scheduler.settle(proposal, granted)
+        self._settled(granted)
 
     def _take_in(self, drawn: list[Drawn] | None) -> None:
         """What the plan at hand brought. If it was lost, that costs its largest request."""
-        scheduler, plan = self._scheduler, self._plan
         self._computing = False
+        self._worked_at = self._clock()
+        self._took = self._worked_at - self._started_at
         if drawn is None:
             self._lost_steps += 1
-            scheduler.step_lost(plan)
-            return
-        self._lost_steps = 0
-        self.steps += 1
-        self._worked_at = self._clock()
-        tokens = sum([len(row.tokens) for row in plan.rows])
-        scheduler.step_tokens = self._pace.next(
-            tokens, self._worked_at - self._started_at, self._memory.lease
-        )
-        self._deltas = scheduler.update(plan, drawn)
+            self._scheduler.step_lost(self._plan)
+        else:
+            self._lost_steps = 0
+            self._deltas = self._scheduler.update(self._plan, drawn)
 
-    def _settle(self, proposal: Proposal, granted: Granted) -> None:
-        self._plan = self._scheduler.settle(proposal, granted)
+    def _count(self, plan: Plan) -> None:
+        """What a plan that was computed says of steps to come."""
+        self.steps += 1
+        tokens = sum([len(row.tokens) for row in plan.rows])
+        self._scheduler.step_tokens = self._pace.next(tokens, self._took, self._memory.lease)
+
+    def _settled(self, granted: Granted) -> None:
+        self._attached = True
         self._usage = granted.usage
         self._fences = 0
 

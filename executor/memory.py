@@ -71,8 +71,9 @@ class MemoryClient(Protocol):
     def ask(self, wants: Wants) -> None:
         """Send what the next step wants, without waiting."""
 
-    def hear(self, most_ms: int) -> bool:
-        """Wait a little for the answer and keep it, so that `answer` need not wait; whether one came."""
+    def hear(self, most_ms: int) -> Granted | None:
+        """The answer, if it comes within so long; then `answer` must not be called. None also when memd says
+        anything else, which `answer` then tells."""
 
     def answer(self, idle: Idle) -> Granted:
         """Wait for the answer to the step asked last.
@@ -181,14 +182,19 @@ class RemoteMemory:
         self._asked_at = self._clock()
         self._sent = self._send(self._payload)
 
-    def hear(self, most_ms: int) -> bool:
-        if not self._early and self._dealer.poll(most_ms):
-            reply = next(self._replies(), None)
-            late = isinstance(reply, Granted) and reply.number != self._number  # sent twice
-            if reply is not None and not late:
-                self._early.append(reply)
-                self._renewed = self._asked_at
-        return bool(self._early)
+    def hear(self, most_ms: int) -> Granted | None:
+        if self._early or not self._dealer.poll(most_ms):
+            return None
+        if (reply := next(self._replies(), None)) is None:
+            return None
+        try:
+            granted = self._judge(reply)
+        except Fenced:
+            self._early.append(reply)
+            return None
+        if granted is not None:
+            self._renewed = self._asked_at
+        return granted
 
     def answer(self, idle: Idle) -> Granted:
         started = self._clock()

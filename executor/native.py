@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,13 +16,12 @@ from executor.load import LoadedModel
 from executor.models.config import ModelConfig
 from executor.native_batch import Batch, Batches, Ints, address, pack_draws, room_for
 from executor.native_weights import NativeWeights, model_of
-from executor.plan import Draw, Drawn, Plan, Row
+from executor.plan import Drawn, Plan, Row
 from executor.quantize import Weights
 from executor.sampler import sample
 from kernels.cpu import native
 from kernels.cpu.build import Unavailable
 from kernels.cpu.features import Variant
-from wire.memory import Copy
 
 _ANGLES = 1024  # positions whose angles are computed at first; doubled when they are not enough
 
@@ -88,8 +88,21 @@ class NativeKV:
         self.memory = native.huge(nbytes)  # [bytes]; pages come from the system as they are written
 
 
+@dataclass(slots=True)
+class _Ready:
+    """A step that lacks nothing but its token ids."""
+
+    plan: Plan
+    batch: Batch
+    step: native.Step
+    logits: Tensor  # [batch.logits or more, vocab]
+    best: Ints  # [ends], as all after it filled by the step: the likeliest token of each
+    picked: Ints  # [picks]
+    owned: tuple[object, ...]  # what else the step points to
+
+
 class NativeRunner:
-    """A model and its KV memory on this CPU. Not safe for use by several threads at once."""
+    """A model and its KV memory on this CPU. Not for use by several threads at once, but for `prepare`."""
 
     def __init__(
         self,
@@ -137,13 +150,24 @@ class NativeRunner:
         self._engine = native.Engine(self._library, model, (self.kv.memory, packed.owned))
         context, vocab = loaded.config.context_length, loaded.config.vocab_size
         self._batches = Batches(block_size, num_blocks, context, vocab)
-        self._logits, self._logits_at = torch.empty(0, vocab), 0
-        self._turn(0)
+        self._logits = torch.empty(0, vocab)
+        self._angles = _angles(loaded.config, 0)
+        self._ready: _Ready | None = None  # what was laid out beforehand
 
     @property
     def block_bytes(self) -> int:
         """Bytes of K and V of one block, all layers."""
         return block_bytes(self._config, self._block_size, self._dtype)
+
+    def prepare(self, plan: Plan) -> None:
+        """Lay out the plan that is run next, while another thread may be in `run`.
+
+        Token ids are not looked at; nothing else may change before `run`, which takes another plan as well.
+
+        Raises:
+            ValueError: as `run`, but for tokens.
+        """
+        self._ready = self._lay_out(plan)
 
     def run(self, plan: Plan) -> list[Drawn]:
         """Run one step. Nothing has changed when it raises before the draws.
@@ -157,14 +181,16 @@ class NativeRunner:
         """
         if not plan.rows and not plan.copies:
             return []
-        batch = self._batches.of(plan.rows)
+        ready, self._ready = self._ready, None
+        if ready is None or ready.plan is not plan:
+            ready = self._lay_out(plan)
+        batch = ready.batch
+        self._step(ready)
         if not batch.draws:
-            self._step(batch, plan.copies, ())
             return []
         hosts = batch.hosts()
-        best, picked = self._step(batch, plan.copies, batch.picks())
-        sampled = sample(self._logits[: batch.logits], hosts) if hosts else ()
-        return batch.drawn(best, picked, sampled)
+        sampled = sample(ready.logits[: batch.logits], hosts) if hosts else ()
+        return batch.drawn(ready.best, ready.picked, sampled)
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """[tokens, vocab] float32: after every token of the rows, which are written to KV as in `run`.
@@ -173,10 +199,11 @@ class NativeRunner:
             ValueError, MemoryError: as `run`.
         """
         batch = self._batches.of(rows)
-        batch.logits = count = len(batch.ids)
-        batch.ends = batch.kept = list(range(count))
-        self._step(batch, (), ())
-        return self._logits[:count].clone()
+        batch.logits = batch.tokens
+        batch.ends = batch.kept = list(range(batch.tokens))
+        ready = self._ready_for(Plan(0, list(rows)), batch)
+        self._step(ready)
+        return ready.logits[: batch.tokens].clone()
 
     def warm_up(self) -> None:
         """Run one prompt and one decode step in block 1, so that the first request does not pay for it.
@@ -186,55 +213,52 @@ class NativeRunner:
         for plan in warm_up_plans(self._block_size, self._config.context_length):
             self.run(plan)
 
-    def _step(
-        self, batch: Batch, copies: Sequence[Copy], picks: Sequence[tuple[int, Draw]]
-    ) -> tuple[Ints, Ints]:  # [ends]: the likeliest token of each; [picks]
+    def _lay_out(self, plan: Plan) -> _Ready:
+        return self._ready_for(plan, self._batches.of(plan.rows))
+
+    def _ready_for(self, plan: Plan, batch: Batch) -> _Ready:
         if batch.logits > len(self._logits):
             self._logits = torch.empty(batch.logits, self._config.vocab_size)
-            self._logits_at = self._logits.data_ptr()
-        if batch.longest > self._turned:
-            self._turn(batch.longest)
-        copied = array("i", copy_ids(copies, self.kv.num_blocks).ravel()) if copies else array("i")
-        ids, starts, counts = (
-            array("i", batch.ids),
-            array("i", batch.starts),
-            array("i", batch.counts),
-        )
-        tables, ends, kept = (
-            array("Q", batch.tables),
+        if batch.longest > len(self._angles[0]):
+            self._angles = _angles(self._config, batch.longest)
+        copies = copy_ids(plan.copies, self.kv.num_blocks).ravel() if plan.copies else ()
+        picks = batch.picks()
+        starts, counts, kept = (array("i", of) for of in (batch.starts, batch.counts, batch.kept))
+        tables, copied, ends = (
+            array("Q", batch.addresses),
+            array("i", copies),
             array("i", batch.ends),
-            array("i", batch.kept),
         )
         drawn = array("b", pack_draws(picks))
         best, picked = room_for(len(ends)), room_for(len(picks))
+        cosines, sines = self._angles
         step = native.Step(
-            len(ids),
-            len(starts),
-            len(ends),
-            len(copies),
-            address(ids),
-            address(starts),
-            address(counts),
-            address(tables),
-            address(copied),
-            address(ends),
-            self._cosines_at,
-            self._sines_at,
-            address(kept),
-            self._logits_at,
-            address(best),
-            len(picks),
-            address(drawn),
-            address(picked),
+            tokens=batch.tokens,
+            rows=len(starts),
+            outputs=len(ends),
+            copies=len(plan.copies),
+            starts=address(starts),
+            counts=address(counts),
+            tables=address(tables),
+            copied=address(copied),
+            sampled=address(ends),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            kept=address(kept),
+            logits=self._logits.data_ptr(),
+            best=address(best),
+            draws=len(picks),
+            drawn=address(drawn),
+            picked=address(picked),
         )
-        self._engine.run(step)
-        return best, picked
+        owned = (starts, counts, tables, copied, ends, kept, drawn, self._angles)
+        return _Ready(plan, batch, step, self._logits, best, picked, owned)
 
-    def _turn(self, positions: int) -> None:
-        """Have the angles of so many positions."""
-        self._angles = _angles(self._config, positions)
-        self._turned = len(self._angles[0])
-        self._cosines_at, self._sines_at = (part.data_ptr() for part in self._angles)
+    def _step(self, ready: _Ready) -> None:
+        """Put in the tokens, and go."""
+        ids = self._batches.ids(ready.plan.rows)
+        ready.step.ids = address(ids)
+        self._engine.run(ready.step)
 
 
 def _angles(config: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The rows and draws of a plan as flat arrays, as the native step reads them.
 
-This is done between two steps, while the device waits and no cache holds a line of it, so it is as little
-code as possible: `array` and `struct` take a tenth of the time that numpy needs for so few numbers.
+Some of it is done between two steps, while the device waits and no cache holds a line of it, so it is little
+code: `array` and `struct` take a tenth of the time that numpy needs for so few numbers.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ class Table:
 class Batch:
     """The rows of one step, flat."""
 
-    ids: list[int] = field(default_factory=list)  # [tokens]
+    tokens: int = 0
     starts: list[int] = field(default_factory=list)  # [rows]
     counts: list[int] = field(default_factory=list)  # [rows]
-    tables: list[int] = field(default_factory=list)  # [rows] addresses
+    addresses: list[int] = field(default_factory=list)  # [rows] of their tables
+    tables: list[Table] = field(
+        default_factory=list
+    )  # [rows], which must stay as long as the batch
     longest: int = 0  # positions of the longest sequence
     ends: list[int] = field(
         default_factory=list
@@ -101,13 +104,14 @@ class Batches:
         self._tables: dict[int, Table] = {}  # of the last step, by sequence
 
     def of(self, rows: Sequence[Row]) -> Batch:
-        """
+        """All but the token ids.
+
         Raises:
-            ValueError: a token, block or position is out of range, or a table is too short.
+            ValueError: a block or position is out of range, or a table is too short.
         """
         size, context, known = self._block_size, self._context, self._tables
         batch = Batch()
-        ids, current = batch.ids, {}
+        current: dict[int, Table] = {}
         for row in rows:
             start, tokens, blocks = row.start, row.tokens, row.blocks
             end = start + len(tokens)
@@ -117,18 +121,28 @@ class Batches:
             if table is None or table.blocks is not blocks:
                 table = self._table(blocks)
             current[row.seq] = table
-            batch.tables.append(table.address)
+            batch.addresses.append(table.address)
+            batch.tables.append(table)
             batch.starts.append(start)
             batch.counts.append(len(tokens))
-            ids += tokens
+            batch.tokens += len(tokens)
             if end > batch.longest:
                 batch.longest = end
             if row.draws:
                 _add_draws(batch, row.draws)
-        if ids and (min(ids) < 0 or max(ids) >= self._vocab):
-            check_range("token", np.array(ids), 0, self._vocab)
         self._tables = current
         return batch
+
+    def ids(self, rows: Sequence[Row]) -> Ints:
+        """Token ids of all rows.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        ids = [token for row in rows for token in row.tokens]
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab):
+            check_range("token", np.array(ids), 0, self._vocab)
+        return array("i", ids)
 
     def _table(self, blocks: list[int]) -> Table:
         if min(blocks) <= NULL_BLOCK or max(blocks) >= self._num_blocks:
@@ -147,7 +161,7 @@ def _add_draws(batch: Batch, draws: Sequence[Draw]) -> None:
         if maker != GREEDY and row < 0:
             row, batch.logits = batch.logits, batch.logits + 1
         batch.draws.append((maker, len(batch.ends), draw))
-    batch.ends.append(len(batch.ids) - 1)
+    batch.ends.append(batch.tokens - 1)
     batch.kept.append(row)
 
 

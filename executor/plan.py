@@ -29,6 +29,9 @@ class Draw(Struct, frozen=True, gc=False):
     ] = ()  # ids that may not be drawn yet: end and stop ids before min_tokens
 
 
+UNKNOWN = -1  # in the place of a token that the step before is still to draw
+
+
 class Row(Struct, frozen=True, gc=False):
     """Consecutive tokens of one sequence: computed, written to KV, attended causally."""
 

@@ -68,15 +68,15 @@ class Sequence:
     written: int = 0
     committed: int = 0
     known: int = 0  # token ids memd has
-    pending: bool = False  # a step that was granted will draw one token, not known yet
+    pending: int = 0  # tokens that steps which were granted will draw, not known yet
     held: bool = False  # memd has a table for it
 
     def start_over(self, new_id: int) -> None:
         """Forget all KV: the sequence begins again, under a new name, with the tokens it has."""
         self.id = new_id
         self.blocks = []
-        self.room = self.computed = self.written = self.committed = self.known = 0
-        self.pending = self.held = False
+        self.room = self.computed = self.written = self.committed = self.known = self.pending = 0
+        self.held = False
 
     def commit(self, block_size: int) -> Commit | None:
         """What memd must hear of the KV written, or None while no further block is full."""

@@ -63,6 +63,9 @@ class Runner:
         """Bytes of K and V of one block, all layers."""
         return block_bytes(self._config, self._block_size, self._dtype)
 
+    def prepare(self, plan: Plan) -> None:
+        """Nothing of a plan is laid out before its tokens are known."""
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Drawn]:
         """Run one step. Nothing has changed when it raises.

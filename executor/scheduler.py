@@ -6,6 +6,12 @@ Pure: no socket, no clock, no tensor, no log. The engine calls, in this order an
     deltas = update(plan k, ...)   the tokens plan k drew
     plan k+1 = settle(proposal, ...)   what memd granted becomes rows
 
+or, while plan k still runs and `may_settle` says that nobody has to make room,
+
+    plan k+1 = settle(proposal, ...)   rows in which tokens that plan k draws are UNKNOWN
+    deltas = update(plan k, ...)
+    plan k+1 = complete(plan k+1)      the tokens are put in
+
 `propose` needs no token ids: it works from what *will* be true when plan k has run, where a sequence that
 draws has one more token whose value is not known. Whoever finishes, fails or is aborted in between simply has
 no row in plan k+1, and its blocks go back with the message after that.
@@ -29,7 +35,7 @@ from executor.plan import Drawn, Plan
 from executor.proposal import Proposal, Wants
 from executor.queue import Habits, Queue
 from executor.request import Group, Sequence, State
-from executor.rows import build
+from executor.rows import build, fill
 from wire.errors import Code, Refused
 from wire.generate import Delta, Failed, Submit, TokenLogprobs, TopToken
 from wire.memory import MAX_TOKEN_BYTES, Admit, Admitted, Append, Fork, Granted, Refusal
@@ -184,6 +190,18 @@ class Scheduler:
                 deltas.append((seq.group.peer, self._take(seq, result)))
         return deltas
 
+    def may_settle(self, granted: Granted) -> bool:
+        """Whether `settle` may come before `update`: whom to preempt depends on who is finished by then."""
+        if granted.refused:
+            return False
+        waiting, running = self.waiting, self.running
+        return not waiting or not running or waiting.first.priority >= running[-1].priority
+
+    def complete(self, plan: Plan) -> Plan:
+        """A plan that was settled before `update`, with the tokens of that; the same one if nobody ended."""
+        rows = fill(plan.rows, self._sequences)
+        return plan if rows is plan.rows else Plan(plan.number, rows, plan.copies)
+
     def settle(self, proposal: Proposal, granted: Granted) -> Plan:
         """Turn memd's answer into the plan to run, and preempt if memory ran out."""
         refused = {refusal.seq: refusal for refusal in granted.refused}
@@ -332,7 +350,7 @@ class Scheduler:
 
     def _take(self, seq: Sequence, result: Drawn) -> Delta:
         group, token = seq.group, result.token
-        seq.pending = False
+        seq.pending -= 1
         seq.tokens.append(token)
         seq.output.append(token)
         self.counters.generated_tokens += 1

@@ -62,8 +62,12 @@ class FakeRunner:
         self.deep = deep  # False: look at the last slot only, for measuring time
         self.kv: dict[tuple[int, int], tuple[int, int]] = {}
         self.plans: list[Plan] = []
+        self.prepared = 0
         self.broken: Callable[[Plan], None] = lambda plan: None  # may raise, for tests of failures
         self.bad_draws: set[int] = set()  # choices whose logits are not numbers
+
+    def prepare(self, plan: Plan) -> None:
+        self.prepared += 1
 
     def run(self, plan: Plan) -> list[Drawn]:
         self.plans.append(plan)
@@ -174,8 +178,11 @@ class LocalMemory:
         assert isinstance(reply, Granted | Rejected)
         self._reply = reply
 
-    def hear(self, most_ms: int) -> bool:
-        return True
+    def hear(self, most_ms: int) -> Granted | None:
+        if not isinstance(self._reply, Granted):
+            return None
+        reply, self._reply = self._reply, None
+        return reply
 
     def answer(self, idle: Idle) -> Granted:
         reply, self._reply = self._reply, None

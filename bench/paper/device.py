@@ -101,6 +101,9 @@ class SimulatedRunner:
         self._device = device
         self._clock = clock
 
+    def prepare(self, plan: Plan) -> None:
+        pass
+
     def run(self, plan: Plan) -> list[Drawn]:
         tokens = sum([len(row.tokens) for row in plan.rows])
         context = sum([row.start for row in plan.rows]) + tokens

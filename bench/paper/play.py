@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 from tqdm import tqdm
 
@@ -26,7 +26,7 @@ from executor.engine import Engine, Runner
 from executor.plan import Drawn, Plan
 from executor.scheduler import Deltas, Scheduler
 from executor.server import Server
-from executor.worker import Worker
+from executor.worker import Then, Work, Worker
 from wire.errors import Code
 from wire.generate import Failed, Submit
 from wire.sampling import Sampling
@@ -35,8 +35,6 @@ PEER = b"bench"
 SAMPLE_EVERY = 16  # steps between looks at what the pool holds
 STEP_TOKENS = 2560  # of a simulated step: a whole prompt of the longest kind, and more; not chunked
 SEQUENCES = 256  # most running at once, the paper's system's default
-
-Result = TypeVar("Result")
 
 
 class Clock(Protocol):
@@ -202,8 +200,16 @@ class Desk:
 class Inline:
     """A worker that needs no thread, since a virtual device takes no time."""
 
-    def call(self, work: Callable[[], Result], idle: Callable[[], None], every: float) -> Result:
-        return work()
+    def __init__(self) -> None:
+        self._work: Work | None = None
+
+    def start(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self, then: Then, idle: Callable[[], None], every: float) -> None:
+        if self._work is None:
+            raise RuntimeError("a result was awaited and nothing was started")
+        self._work = then(self._work())
 
     def close(self) -> None:
         pass
@@ -229,6 +235,9 @@ class Watch:
         self._outcome = outcome
         self._warm = warm
         self._until = until
+
+    def prepare(self, plan: Plan) -> None:
+        self._runner.prepare(plan)
 
     def run(self, plan: Plan) -> list[Drawn]:
         now, outcome, running = self._clock(), self._outcome, self._scheduler.running

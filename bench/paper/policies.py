@@ -123,6 +123,10 @@ class Paged:
     def ask(self, wants: Wants) -> None:
         self._reply = self._step(wants)
 
+    def hear(self, most_ms: int) -> Granted | None:
+        """Never: so one thing is done after the other, and a simulated run is the same each time."""
+        return None
+
     def answer(self, idle: Idle) -> Granted:
         reply, self._reply = self._reply, None
         if reply is None:

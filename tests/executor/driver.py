@@ -44,6 +44,10 @@ class Driver:
         self.cached: dict[int, int] = {}
         self.failed: dict[int, Failed] = {}
         self.peak = 0
+        self.steps = 0
+        self.early = (
+            0  # plans with rows that were settled before the tokens of the one before were known
+        )
         self.between: Callable[[], None] = lambda: None  # called between ask and settle
 
     def submit(
@@ -65,6 +69,12 @@ class Driver:
         scheduler, plan = self.scheduler, self.plan
         proposal = scheduler.propose(fills=len(self.memory.asked) % 3 == 0)
         self.memory.ask(proposal.wants)
+        self.steps += 1
+        granted = self.memory.hear(0) if self.steps % 3 else None
+        following = None
+        if granted is not None and scheduler.may_settle(granted):
+            following = scheduler.settle(proposal, granted)
+            self.early += bool(following.rows)
         drawn = self.runner.run(plan) if plan.rows or plan.copies else []
         for _, delta in scheduler.update(plan, drawn):
             key = delta.id, delta.index
@@ -76,13 +86,16 @@ class Driver:
                 self.finished[key] = delta.finish
         self.between()
         try:
-            granted = self.memory.answer(lambda: None)
+            granted = granted or self.memory.answer(lambda: None)
         except Fenced:
             scheduler.memory_lost()
             self.memory.register(lambda: None)
             self.plan = Plan(0)
         else:
-            self.plan = scheduler.settle(proposal, granted)
+            if following is None:
+                self.plan = scheduler.settle(proposal, granted)
+            else:
+                self.plan = scheduler.complete(following)
             assert sum(len(row.tokens) for row in self.plan.rows) <= self.bounds.step_tokens
         for _, failure in scheduler.take_failures():
             self.failed[failure.id] = failure

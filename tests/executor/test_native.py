@@ -12,10 +12,11 @@ import torch
 
 from executor.load import LoadedModel
 from executor.native import NativeRunner, why_not
-from executor.plan import Draw, Plan, Row
+from executor.plan import UNKNOWN, Draw, Plan, Row
 from executor.runner import Runner
 from executor.sampler import sample
 from kernels.cpu.features import Variant, usable
+from kernels.cpu.native import Step
 from tests.executor.oracle import GREEDY, Blocks, greedy, load, poisoned_runner
 from tests.tiny import write_tiny_model
 from wire.memory import Copy
@@ -378,3 +379,50 @@ def test_bfloat16_stays_as_close_to_float32_as_the_torch_runner_does(
         errors.append((float((got - want).norm()), float((other - want).norm())))
     mine, torchs = (sum(error) for error in zip(*errors, strict=True))
     assert mine < 1.1 * torchs
+
+
+def test_a_plan_laid_out_while_another_runs_takes_nothing_from_it(loaded: LoadedModel) -> None:
+    sampling = Sampling(seed=1, temperature=1)
+
+    def plans(token: int) -> tuple[Plan, Plan]:
+        prompts = [
+            Row(seq, 0, text(20, seq), [*range(5 * seq, 5 * seq + 5)], (draw(seq, 20, sampling),))
+            for seq in (1, 2, 3, 4)
+        ]
+        second = Row(2, 20, [token], [*range(10, 15), 25], (draw(2, 21, sampling),))
+        return Plan(1, prompts[:2]), Plan(2, [second, *prompts[2:]])
+
+    plain = native(loaded)
+    want = [plain.run(plan) for plan in plans(70)]
+    runner, (first, second) = native(loaded), plans(UNKNOWN)
+    inner = runner._engine.run
+    used: list[bytes] = []
+
+    def run(step: Step) -> None:
+        if step.rows == 2:
+            runner.prepare(second)
+            used.extend(
+                bytes(bytearray(20)) for _ in range(1000)
+            )  # where a table of 5 blocks may have been
+        inner(step)
+
+    runner._engine.run = run  # type: ignore[method-assign]
+    got = [runner.run(first)]
+    second.rows[0].tokens[-1] = 70
+    assert [*got, runner.run(second)] == want
+
+
+def test_a_token_that_is_still_unknown_is_not_computed(loaded: LoadedModel) -> None:
+    runner, plan = native(loaded), Plan(1, [Row(1, 0, [1, UNKNOWN], [5])])
+    runner.prepare(plan)
+    with pytest.raises(ValueError, match="token -1"):
+        runner.run(plan)
+    assert (runner.kv.memory == POISON).all()
+
+
+def test_another_plan_than_the_one_prepared_may_run(loaded: LoadedModel) -> None:
+    """Whoever ended in between has no row."""
+    one, two = (Row(seq, 0, text(6, seq), [5 * seq, 6 * seq], (draw(seq, 6),)) for seq in (1, 2))
+    runner = native(loaded)
+    runner.prepare(Plan(1, [one, two]))
+    assert runner.run(Plan(1, [two])) == native(loaded).run(Plan(1, [two]))
