@@ -27,10 +27,36 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def as_operand(
+    query: tl.tensor,  # [ROWS, PADDED], as it is stored
+    scale: tl.tensor,
+    DOT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """A query in DOT, and the scale of its scores: [ROWS, 1] where each row needs its own."""
+    if query.dtype == tl.bfloat16 and tl.float16 == DOT:
+        # bfloat16 reaches from 1e-38 to 1e38, float16 to 65504: each row's largest number is brought to 2^14
+        # or more, by a power of two, which changes no digit. Of zeros and of infinity, any power does.
+        query = query.to(tl.float32)
+        largest = tl.max(tl.abs(query), 1, keep_dims=True)
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 27), 254)
+        power = (exponent << 23).to(tl.float32, bitcast=True)
+        query *= 16384.0 / power
+        scale *= power * (1.0 / 16384.0)
+    return query.to(DOT), scale
+
+
+@triton.jit
+def first_unit(value_scales: tl.tensor) -> tl.tensor:
+    """Of `acc` before the first tile: no larger than any scale; 1 where values have none."""
+    return tl.full([], 1.0 if value_scales is None else 1e-30, tl.float32)
+
+
+@triton.jit
 def attend_tile(
     acc: tl.tensor,  # [ROWS, PADDED] float32
     peak: tl.tensor,  # [ROWS] float32
     total: tl.tensor,  # [ROWS] float32
+    unit: tl.tensor,  # float32, what acc is multiplied by in the end
     query: tl.tensor,  # [ROWS, PADDED] DOT
     own: tl.tensor,  # [ROWS] int32, the position of each query
     slope: tl.tensor,  # [ROWS] float32 or None
@@ -39,7 +65,7 @@ def attend_tile(
     key_scales: tl.tensor,  # the same, or None
     value_scales: tl.tensor,
     table: tl.tensor,  # pointer to this row's table
-    scale: tl.tensor,
+    scale: tl.tensor,  # or [ROWS, 1]: see `as_operand`
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
     k_block: tl.tensor,  # strides, in elements
@@ -61,7 +87,7 @@ def attend_tile(
     EXPONENT: tl.constexpr,  # bits of it in float8 that is read as bits; 0: the type is known
     ROUND: tl.constexpr,  # what probabilities are rounded to
     DOT: tl.constexpr,  # what is multiplied
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     positions = start + tl.arange(0, TILE)
     inside = positions < end
     if TAIL:
@@ -74,13 +100,13 @@ def attend_tile(
         keys, block * k_block + slot * k_slot, inside, HEAD_DIM, PADDED, TAIL, EXPONENT, DOT
     )
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if key_scales is not None:
+        at = block * ks_block + slot * ks_slot
+        scores *= tl.load(key_scales + at, mask=inside, other=0.0)[None, :]
     factor = scale  # of scores, in the exponent below: there it takes no instruction of its own
     if key_scales is not None or softcap is not None or slope is not None:
         scores *= scale
         factor = 1.0
-    if key_scales is not None:
-        at = block * ks_block + slot * ks_slot
-        scores *= tl.load(key_scales + at, mask=inside, other=0.0)[None, :]
     if softcap is not None:
         scores = softcap * _tanh(scores)
     if slope is not None:
@@ -99,7 +125,6 @@ def attend_tile(
     weights = tl.exp2(scores * factor - shift[:, None])
     fade = tl.exp2(peak - shift)
     total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None]
 
     # Where a slot is unwritten it is not loaded: it may hold NaN, and 0 * NaN is NaN.
     value = _read(
@@ -107,9 +132,14 @@ def attend_tile(
     )
     if value_scales is not None:
         at = block * vs_block + slot * vs_slot
-        weights *= tl.load(value_scales + at, mask=inside, other=0.0)[None, :]
-    acc = tl.dot(weights.to(ROUND).to(DOT), value, acc, input_precision="ieee")
-    return acc, highest, total
+        scales = tl.load(value_scales + at, mask=inside, other=0.0)
+        # In units of the largest so far: in 16 bits scales of small values vanish and large ones overflow.
+        largest = tl.maximum(unit, tl.max(scales, 0))
+        weights *= (scales / largest)[None, :]
+        fade *= unit / largest
+        unit = largest
+    acc = tl.dot(weights.to(ROUND).to(DOT), value, acc * fade[:, None], input_precision="ieee")
+    return acc, highest, total, unit
 
 
 @triton.jit
@@ -186,8 +216,8 @@ class Cache:
                 f"{heads} heads of {head_dim} cannot read {kv_heads} KV heads of {keys.shape[3]}: "
                 "heads must be a multiple of KV heads, and of the same size"
             )
-        if (scales[0] is None) != (scales[1] is None):
-            raise ValueError("key_scales and value_scales go together: pass both or neither")
+        for name, given in zip(("key_scales", "value_scales"), scales, strict=True):
+            _check_scales(name, given, keys)
         if queries.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1:
             raise ValueError(
                 "the elements of a head must lie side by side in queries, keys and values"
@@ -209,6 +239,32 @@ class Cache:
                 torch.float32
             )  # it multiplies bfloat16 as integers, so there that is widened first
         return cls(keys, values, exponent, dtype, rounded)
+
+
+def _check_scales(name: str, scales: Tensor | None, cache: Tensor) -> None:
+    needed = cache.dtype.itemsize == 1
+    if needed != (scales is not None):
+        raise ValueError(
+            f"a cache of {cache.dtype} {'needs' if needed else 'takes no'} key_scales and value_scales, "
+            f"but {name} {'is None' if scales is None else f'is {list(scales.shape)}'}"
+        )
+    if scales is None:
+        return
+    if (scales.dtype, scales.device) != (torch.float32, cache.device):
+        raise ValueError(
+            f"{name} is {scales.dtype} on {scales.device}: it must be torch.float32 on {cache.device}, "
+            "where the cache is"
+        )
+    if scales.shape != cache.shape[:3]:
+        raise ValueError(
+            f"{name} is {list(scales.shape)}: it must be {list(cache.shape[:3])}, a number for each head "
+            "of each slot of the cache"
+        )
+    if scales.shape[2] > 1 and scales.stride(2) != 1:
+        raise ValueError(
+            f"{name} has strides {scales.stride()}: the KV heads of a slot must lie side by side, "
+            "with a last stride of 1"
+        )
 
 
 # Devices with an instruction for it. Others take fewer for bits than Triton does for the type.

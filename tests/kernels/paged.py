@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels.options import Options
 from kernels.plain import quantised
@@ -38,6 +43,8 @@ class Paged:
         block_size: int = 16,
         stored: torch.dtype = torch.float32,
         order: list[int] | None = None,  # block ids to use, none twice; None: shuffled ones
+        key_size: float = 1.0,
+        value_size: float = 1.0,
     ) -> Paged:
         needed = [-(-length // block_size) for length in lengths]
         if order is None:
@@ -53,12 +60,13 @@ class Paged:
             tables[row, :count] = torch.tensor(mine, dtype=torch.int32)
             for index, block in enumerate(mine):
                 owned[block, : length - index * block_size] = True
-        pairs = [_filled(torch.randn(shape), owned, stored) for _ in range(2)]
+        sizes = (key_size, value_size)
+        pairs = [_filled(torch.randn(shape) * size, owned, stored) for size in sizes]
         (keys, key_scales), (values, value_scales) = pairs
-        sizes = torch.tensor(lengths, dtype=torch.int32)
-        return cls(keys, values, key_scales, value_scales, tables, sizes)
+        counts = torch.tensor(lengths, dtype=torch.int32)
+        return cls(keys, values, key_scales, value_scales, tables, counts)
 
-    def scales(self) -> dict[str, Tensor | None]:
+    def scales(self) -> dict[str, Any]:
         return {"key_scales": self.key_scales, "value_scales": self.value_scales}
 
 
@@ -90,3 +98,37 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
     """Equal as far as the type of `got` allows."""
     close = CLOSE[got.dtype]
     torch.testing.assert_close(got.float(), wanted.float(), rtol=close, atol=close)
+
+
+def assert_close_for_their_size(got: Tensor, wanted: Tensor) -> None:
+    """Each head's error is as small beside the largest number in it as 16 bits of `got` allow."""
+    error = (got.float() - wanted.float()).abs().amax(-1) / wanted.float().abs().amax(-1)
+    assert error.max() < {torch.float16: 2e-3, torch.bfloat16: 1e-2}[got.dtype]
+
+
+class Watched:
+    """A paged cache's tables in the middle of other memory, and which of their entries kernels load."""
+
+    def __init__(self, paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows, width = paged.tables.shape
+        # Ids past the end name no block at all.
+        self._memory = torch.full((rows + 2, width + 64), 2**31 - 1, dtype=torch.int32)
+        self.tables = self._memory[1:-1, :width]
+        self.tables.copy_(paged.tables)
+        self._read: list[NDArray[np.uint64]] = []
+        load = InterpreterBuilder.create_masked_load
+
+        def watched(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+            self._read.append(pointers.data[mask.data])
+            return load(builder, pointers, mask, *rest)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched)
+
+    def entries_read(self) -> list[list[int]]:
+        """Of each row, the columns that were read; other memory around the tables must not be among them."""
+        places = (np.unique(np.concatenate(self._read)) - self._memory.data_ptr()) // 4
+        read = np.zeros(self._memory.numel(), bool)
+        read[places[places < read.size]] = True
+        rows = read.reshape(self._memory.shape)
+        assert not rows[[0, -1]].any()
+        return [np.flatnonzero(row).tolist() for row in rows[1:-1]]

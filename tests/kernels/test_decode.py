@@ -4,11 +4,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kernels import plain
 from kernels.decode import choose_splits, decode
 from kernels.options import Options
-from tests.kernels.paged import QUANTISED, Paged, assert_close, options
+from tests.kernels.paged import (
+    NAN,
+    QUANTISED,
+    Paged,
+    Watched,
+    assert_close,
+    assert_close_for_their_size,
+    options,
+)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ASKED = (
@@ -94,6 +103,70 @@ def test_every_pair_of_types_equals_the_reference(
 ) -> None:
     paged = Paged.random([31, 0, 150], stored=stored or dtype)
     check(paged, 2, dtype, splits=2)
+
+
+@pytest.mark.parametrize("stored", QUANTISED, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float16, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 1e-4), (torch.bfloat16, 1e9)],
+)
+def test_one_byte_values_of_any_size_keep_their_digits(
+    stored: torch.dtype, dtype: torch.dtype, size: float
+) -> None:
+    paged = Paged.random([31, 150], kv_heads=1, head_dim=32, stored=stored, value_size=size)
+    queries = torch.randn(2, 3, 32).to(dtype)
+    cache = (paged.keys, paged.values, paged.tables, paged.lengths)
+    got = decode(queries, *cache, scale=0.2, splits=2, **paged.scales())
+    wanted = plain.decode(queries.float(), *cache, scale=0.2, **paged.scales())
+    assert_close_for_their_size(got, wanted)
+
+
+@pytest.mark.parametrize("stored", QUANTISED, ids=str)
+@pytest.mark.parametrize("size", [1e-12, 1e6, 1e36])
+def test_queries_that_float16_cannot_hold_are_multiplied_with_one_byte_keys(
+    stored: torch.dtype, size: float
+) -> None:
+    paged = Paged.random([31, 150], kv_heads=1, head_dim=32, stored=stored, key_size=1 / size)
+    queries = (torch.randn(2, 3, 32) * size).bfloat16()
+    cache = (paged.keys, paged.values, paged.tables, paged.lengths)
+    got = decode(queries, *cache, scale=0.2, **paged.scales())
+    wanted = plain.decode(queries.float(), *cache, scale=0.2, **paged.scales())
+    assert_close_for_their_size(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_broken_head_spoils_itself_alone() -> None:
+    paged = Paged.random([40, 9], kv_heads=2, head_dim=32, stored=torch.int8)
+    assert paged.value_scales is not None
+    paged.value_scales[paged.tables[1, 0], 3, 1] = NAN
+    queries = torch.randn(2, 4, 32).bfloat16()
+    queries[0, 0, 5] = float("inf")
+    cache = (paged.keys, paged.values, paged.tables, paged.lengths)
+    got = decode(queries, *cache, scale=0.2, **paged.scales())
+    assert got.isnan().any(-1).tolist() == [[True, False, False, False], [False, False, True, True]]
+
+
+def test_scales_of_zero_are_zeros() -> None:
+    paged = Paged.random([40], stored=torch.float8_e4m3fn)
+    paged.values.view(torch.uint8)[:] = 0x38
+    for scales in (paged.key_scales, paged.value_scales):
+        assert scales is not None
+        scales[:] = 0
+    queries = torch.randn(1, 4, 64).half()
+    cache = (paged.keys, paged.values, paged.tables, paged.lengths)
+    assert not decode(queries, *cache, scale=0.2, **paged.scales()).any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_of_a_table_the_ids_of_its_blocks_are_read_and_no_memory_behind_them(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged = Paged.random([1, 197, 16, 0, 17], kv_heads=1, head_dim=16)
+    watched = Watched(paged, monkeypatch)
+    places = (torch.randn(5, 2, 16), paged.keys, paged.values, watched.tables, paged.lengths)
+    decode(*places, scale=0.2, splits=splits)
+    assert watched.entries_read() == [[0], list(range(13)), [0], [], [0, 1]]
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -191,11 +264,37 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         decode(torch.randn(1, 5, 64), paged.keys, paged.values, *rest, scale=1.0)
     with pytest.raises(ValueError, match="both must be the same"):
         decode(queries, paged.keys, paged.values.half(), *rest, scale=1.0)
-    scales = torch.ones(paged.keys.shape[:3])
-    with pytest.raises(ValueError, match="go together"):
-        decode(queries, paged.keys, paged.values, *rest, scale=1.0, key_scales=scales)
     with pytest.raises(ValueError, match="side by side"):
         decode(queries[..., ::2], paged.keys[..., ::2], paged.values[..., ::2], *rest, scale=1.0)
+
+
+def test_scales_that_do_not_fit_the_cache_are_refused() -> None:
+    paged = Paged.random([9], stored=torch.int8)
+    fit = paged.value_scales
+    assert fit is not None
+    blocks, size, heads = fit.shape
+    rest = (paged.tables, paged.lengths)
+
+    def attend(cache: Tensor, keys: Tensor | None, values: Tensor | None) -> None:
+        queries = torch.randn(1, 4, 64)
+        decode(queries, cache, cache, *rest, scale=1.0, key_scales=keys, value_scales=values)
+
+    attend(paged.keys, fit, fit)
+    with pytest.raises(ValueError, match=r"int8 needs key_scales and .*, but key_scales is None"):
+        attend(paged.keys, None, None)
+    with pytest.raises(ValueError, match="but value_scales is None"):
+        attend(paged.keys, fit, None)
+    with pytest.raises(ValueError, match=r"float16 takes no key_scales .*, but value_scales is \["):
+        attend(paged.keys.half(), None, fit)
+    with pytest.raises(ValueError, match=r"value_scales is torch.float16 on cpu: .*float32 on cpu"):
+        attend(paged.keys, fit, fit.half())
+    with pytest.raises(ValueError, match=r"key_scales is torch.float32 on meta"):
+        attend(paged.keys, fit.to("meta"), fit)
+    for wrong in (fit[:-1], fit[..., :1], fit[..., None], fit.flatten(0, 1)):
+        with pytest.raises(ValueError, match=rf"it must be \[{blocks}, {size}, {heads}\]"):
+            attend(paged.keys, fit, wrong)
+    with pytest.raises(ValueError, match=r"strides .* side by side"):
+        attend(paged.keys, fit, fit.permute(2, 0, 1).contiguous().permute(1, 2, 0))
 
 
 @pytest.mark.parametrize("slots", [108, 132, 304])

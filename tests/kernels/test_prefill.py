@@ -12,7 +12,14 @@ from kernels import plain
 from kernels.decode import decode
 from kernels.options import Options
 from kernels.prefill import prefill
-from tests.kernels.paged import QUANTISED, Paged, assert_close, options
+from tests.kernels.paged import (
+    QUANTISED,
+    Paged,
+    Watched,
+    assert_close,
+    assert_close_for_their_size,
+    options,
+)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ASKED = (
@@ -81,6 +88,45 @@ def test_every_pair_of_types_equals_the_reference(
     dtype: torch.dtype, stored: torch.dtype | None
 ) -> None:
     check(Paged.random([31, 9, 150], stored=stored or dtype), [31, 0, 17], 2, dtype)
+
+
+@pytest.mark.parametrize("stored", QUANTISED, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float16, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 1e-4), (torch.bfloat16, 1e9)],
+)
+def test_one_byte_values_of_any_size_keep_their_digits(
+    stored: torch.dtype, dtype: torch.dtype, size: float
+) -> None:
+    paged = Paged.random([31, 150], kv_heads=1, head_dim=32, stored=stored, value_size=size)
+    queries = torch.randn(20, 2, 32).to(dtype)
+    cache = (paged.keys, paged.values, paged.tables, starts_of([3, 17]), paged.lengths, 17)
+    got = prefill(queries, *cache, scale=0.2, **paged.scales())
+    wanted = plain.prefill(queries.float(), *cache, scale=0.2, **paged.scales())
+    assert_close_for_their_size(got, wanted)
+
+
+@pytest.mark.parametrize("stored", QUANTISED, ids=str)
+@pytest.mark.parametrize("size", [1e-12, 1e6, 1e36])
+def test_queries_that_float16_cannot_hold_are_multiplied_with_one_byte_keys(
+    stored: torch.dtype, size: float
+) -> None:
+    paged = Paged.random([31, 150], kv_heads=1, head_dim=32, stored=stored, key_size=1 / size)
+    queries = (torch.randn(20, 2, 32) * size).bfloat16()
+    cache = (paged.keys, paged.values, paged.tables, starts_of([3, 17]), paged.lengths, 17)
+    got = prefill(queries, *cache, scale=0.2, **paged.scales())
+    wanted = plain.prefill(queries.float(), *cache, scale=0.2, **paged.scales())
+    assert_close_for_their_size(got, wanted)
+
+
+def test_of_a_table_the_ids_of_its_blocks_are_read_and_no_memory_behind_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paged = Paged.random([1, 197, 16, 9, 17], kv_heads=1, head_dim=16, stored=torch.float16)
+    watched = Watched(paged, monkeypatch)
+    cache = (paged.keys, paged.values, watched.tables, starts_of([1, 40, 16, 0, 2]), paged.lengths)
+    prefill(torch.randn(59, 2, 16).half(), *cache, 40, scale=0.2)
+    assert watched.entries_read() == [[0], list(range(13)), [0], [], [0, 1]]
 
 
 @pytest.mark.parametrize("counts", [[1, 2, 3], [1, 19, 150]], ids=["short", "long"])
