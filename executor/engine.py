@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 RENEW_S = 0.25  # idle, memd hears of us this often
 CARE_S = 0.25  # in a long step, gateways and memd are looked after this often
-HEAR_MS = 2  # beside a step, memd's answer is waited for so long; it takes a tenth of that
+HEAR_MS = 20  # beside a step, memd's answer is waited for half a step, and at most so long
 FILLS_EVERY = 16  # steps between reports of how full the last blocks are
 MOST_FENCES = 8  # registrations in a row that brought no granted step; then something is broken
 
@@ -208,7 +208,7 @@ class Engine:
         """Wait for the plan at hand and take it in; if memd has answered by then, go on with the next one."""
         scheduler, computed, following = self._scheduler, self._plan, None
         if self._computing:
-            granted = self._memory.hear(HEAR_MS)
+            granted = self._memory.hear(min(HEAR_MS, 1 + int(500 * self._took)))
         else:
             granted = self._answer()
             self._start()

@@ -90,8 +90,9 @@ class Server:
 
     def service(self) -> None:
         """Handle what has arrived, end silent sessions, send `Status` when it is due. Never waits."""
-        for peer, payload in self._router.receive():
-            self._receive(peer, payload)
+        if self._router.more():
+            for peer, payload in self._router.receive():
+                self._receive(peer, payload)
         awake = self._awake()
         if awake >= self._status_due:
             self._status_due = awake + STATUS_MS / 1000

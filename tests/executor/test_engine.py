@@ -103,6 +103,7 @@ def test_a_step_ends_only_after_the_tokens_before_it_went_out_and_memd_was_asked
     gateway.submit(1, [1, 2], 20)
     gateway.await_(lambda: gateway.finished)
     assert gateway.texts[1, 0] == oracle([1, 2], 0, 20)
+    assert house.runner.prepared == 20  # the next plan, while each was computed
 
 
 def test_an_idle_executor_renews_its_lease_four_times_a_second(house: House) -> None:

@@ -140,6 +140,46 @@ def test_answers_that_come_twice_or_late_are_not_taken_for_later_ones(
         assert [entry.seq for entry in granted.admitted] == [number]
 
 
+def test_an_answer_heard_beside_a_step_is_given_once(memory: RemoteMemory) -> None:
+    for number in (1, 2):
+        memory.ask(admit(number, 1))
+        heard = memory.hear(5000)
+        assert heard is not None
+        assert heard.number == number
+
+
+def test_a_silent_memd_is_heard_later(memory: RemoteMemory, daemon: Daemon) -> None:
+    daemon.silent = True
+    memory.ask(admit(1, 1))
+    assert memory.hear(1) is None
+    daemon.silent = False
+    assert memory.answer(idle).number == 1
+
+
+def test_what_is_heard_of_an_earlier_step_is_not_taken_for_the_answer(
+    memory: RemoteMemory, daemon: Daemon
+) -> None:
+    daemon.answers = lambda request, count: 2
+    for number in range(1, 9):
+        memory.ask(admit(number, 1))
+        granted = memory.hear(5000) or memory.answer(idle)
+        assert granted.number == number
+
+
+def test_a_loss_that_is_heard_of_beside_a_step_is_told_by_the_answer(
+    memory: RemoteMemory, daemon: Daemon
+) -> None:
+    memory.ask(admit(1, 6))
+    memory.answer(idle)
+    time.sleep(0.9)
+    memory.ask(Wants())
+    assert memory.hear(5000) is None
+    seen = len(daemon.handled)
+    with pytest.raises(Fenced, match="no lease"):
+        memory.answer(idle)
+    assert len(daemon.handled) == seen  # it was not asked again
+
+
 def test_a_memd_that_restarts_fences_and_takes_a_new_registration(
     memory: RemoteMemory, daemon: Daemon
 ) -> None:
