@@ -136,11 +136,6 @@ def kernels_for(choice: Literal["triton", "plain"], device: torch.device) -> Ker
     return Kernels(choice, write_kv, decode, prefill, copy_blocks)
 
 
-def choose(device: torch.device) -> Choice:
-    """What `auto` means on a device that is not a CPU, or on one without a native step."""
-    return "triton" if device.type == "cuda" else "torch"
-
-
 def why_not(choice: Choice, device: torch.device) -> str | None:
     """One line that says why `choice` cannot compute on `device`, or None if it can."""
     if choice != "triton":
