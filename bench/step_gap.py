@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
+from tqdm import tqdm
 
 from executor.accept import Bounds
 from executor.engine import Engine
@@ -101,7 +102,8 @@ def memd(folder: Path) -> Iterator[None]:
 def client(endpoint: str, loads: Sequence[Load], steps: int) -> None:
     """One load after the other, as a gateway would send it."""
     codec, request = GenerateCodec(), 0
-    with Dealer(endpoint, Limits(max_message=MAX_TO_GATEWAY)) as dealer:
+    bar = tqdm(total=steps * len(loads), desc="steps", leave=False, disable=None)
+    with bar, Dealer(endpoint, Limits(max_message=MAX_TO_GATEWAY)) as dealer:
 
         def send(message: ToExecutor) -> None:
             end = time.monotonic() + PATIENCE_S
@@ -140,6 +142,7 @@ def client(endpoint: str, loads: Sequence[Load], steps: int) -> None:
                 if isinstance(message, Events):
                     if message.failed:
                         raise SystemExit(f"a request failed: {message.failed[0].message}")
+                    bar.update()
                     left -= sum(bool(delta.finish) for delta in message.deltas)
                 if not left:
                     break
@@ -197,7 +200,11 @@ def measure(
     return probe
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, loaded: LoadedModel | None = None) -> None:
+    """
+    Args:
+        loaded: in bfloat16; default: the default model.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--streams", default="1,8,16,64")
     parser.add_argument("--temperatures", default="0,1", help="0, 1 or both")
@@ -209,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for temperature in options.temperatures.split(",")
         for streams in options.streams.split(",")
     ]
-    loaded = load_model(
+    loaded = loaded or load_model(
         DEFAULT_MODEL, dtype="bfloat16", device="cpu", on_progress=lambda what, share: None
     )
     if reason := why_not(loaded, torch.bfloat16):
