@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.launch import Call, Launch, architecture
 from kernels.options import Options
-from kernels.tiles import LOG2E, Cache, as_operand, attend_tile, cases, common, first_unit
+from kernels.tiles import LOG2E, Cache, as_operand, attend_tile, cases, common
 
 _MOST_SPLITS = 64
 # Positions a split has at least: less, and writing its part of the result costs as much as reading it.
@@ -173,17 +173,15 @@ def _decode(
         peak = tl.where(split == 0, sink, peak)
         total = tl.where(split == 0, 1.0, total)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
-    unit = first_unit(value_scales)
     own = tl.zeros([ROWS], tl.int32) + (length - 1)
     key_scales = key_scales + kv_head if key_scales is not None else None
     value_scales = value_scales + kv_head if value_scales is not None else None
 
     for start in range(begin, end, TILE):
-        acc, peak, total, unit = attend_tile(
+        acc, peak, total = attend_tile(
             acc,
             peak,
             total,
-            unit,
             query,
             own,
             slope,
@@ -216,7 +214,7 @@ def _decode(
             DOT,
         )
 
-    result = acc * (unit / tl.where(total > 0, total, 1.0))[:, None]
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SPLIT:
         heads = tl.num_programs(0) // tl.cdiv(GROUP, ROWS) * GROUP
         part = (row * heads + head) * splits + split

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.launch import Call, Launch, architecture
 from kernels.options import Options
-from kernels.tiles import LOG2E, Cache, as_operand, attend_tile, cases, common, first_unit
+from kernels.tiles import LOG2E, Cache, as_operand, attend_tile, cases, common
 
 
 def prefill(
@@ -160,7 +160,6 @@ def _prefill(
         peak = tl.load(sinks + head) * LOG2E
         total += 1.0
     acc = tl.zeros([ROWS, PADDED], tl.float32)
-    unit = first_unit(value_scales)
     keys += kv_head * k_head
     values += kv_head * v_head
     key_scales = key_scales + kv_head if key_scales is not None else None
@@ -180,11 +179,10 @@ def _prefill(
             low = begin if part == 0 else (inner if part == 1 else diagonal)
             high = tl.minimum(inner, end) if part == 0 else (diagonal if part == 1 else end)
             for first in range(low, high, TILE):
-                acc, peak, total, unit = attend_tile(
+                acc, peak, total = attend_tile(
                     acc,
                     peak,
                     total,
-                    unit,
                     query,
                     own,
                     slope,
@@ -217,7 +215,7 @@ def _prefill(
                     DOT,
                 )
 
-    result = acc * (unit / tl.where(total > 0, total, 1.0))[:, None]
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = place[:, None] * o_row + head[:, None] * o_head + columns[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=cell)
 

@@ -46,17 +46,10 @@ def as_operand(
 
 
 @triton.jit
-def first_unit(value_scales: tl.tensor) -> tl.tensor:
-    """Of `acc` before the first tile: no larger than any scale; 1 where values have none."""
-    return tl.full([], 1.0 if value_scales is None else 1e-30, tl.float32)
-
-
-@triton.jit
 def attend_tile(
     acc: tl.tensor,  # [ROWS, PADDED] float32
     peak: tl.tensor,  # [ROWS] float32
     total: tl.tensor,  # [ROWS] float32
-    unit: tl.tensor,  # float32, what acc is multiplied by in the end
     query: tl.tensor,  # [ROWS, PADDED] DOT
     own: tl.tensor,  # [ROWS] int32, the position of each query
     slope: tl.tensor,  # [ROWS] float32 or None
@@ -87,7 +80,7 @@ def attend_tile(
     EXPONENT: tl.constexpr,  # bits of it in float8 that is read as bits; 0: the type is known
     ROUND: tl.constexpr,  # what probabilities are rounded to
     DOT: tl.constexpr,  # what is multiplied
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     positions = start + tl.arange(0, TILE)
     inside = positions < end
     if TAIL:
@@ -95,6 +88,12 @@ def attend_tile(
     else:
         block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
     slot = positions % BLOCK_SIZE
+    if value_scales is not None:
+        # In units of the tile's largest: in 16 bits scales of small values vanish and large ones overflow.
+        # Found here, where few registers are in use: the threads have to wait for each other.
+        scales = tl.load(value_scales + block * vs_block + slot * vs_slot, mask=inside, other=0.0)
+        largest = tl.max(scales, 0)
+        unit = tl.where(largest > 0, largest, 1.0)
 
     key = _read(
         keys, block * k_block + slot * k_slot, inside, HEAD_DIM, PADDED, TAIL, EXPONENT, DOT
@@ -125,21 +124,18 @@ def attend_tile(
     weights = tl.exp2(scores * factor - shift[:, None])
     fade = tl.exp2(peak - shift)
     total = total * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None]
 
     # Where a slot is unwritten it is not loaded: it may hold NaN, and 0 * NaN is NaN.
     value = _read(
         values, block * v_block + slot * v_slot, inside, HEAD_DIM, PADDED, TAIL, EXPONENT, DOT
     )
     if value_scales is not None:
-        at = block * vs_block + slot * vs_slot
-        scales = tl.load(value_scales + at, mask=inside, other=0.0)
-        # In units of the largest so far: in 16 bits scales of small values vanish and large ones overflow.
-        largest = tl.maximum(unit, tl.max(scales, 0))
-        weights *= (scales / largest)[None, :]
-        fade *= unit / largest
-        unit = largest
-    acc = tl.dot(weights.to(ROUND).to(DOT), value, acc * fade[:, None], input_precision="ieee")
-    return acc, highest, total, unit
+        weights *= (scales / unit)[None, :]
+        acc += unit * tl.dot(weights.to(ROUND).to(DOT), value, input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(ROUND).to(DOT), value, acc, input_precision="ieee")
+    return acc, highest, total
 
 
 @triton.jit
