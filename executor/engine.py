@@ -106,6 +106,8 @@ class Engine:
             on_ready()
             while not self._stopped():
                 self.turn()
+            if self._computing and self._signals == 1:
+                self._worker.wait(self._take_in, self._care, CARE_S)  # no step is left behind
         except Stopped:
             pass
         finally:

@@ -319,3 +319,25 @@ def test_told_to_stop_twice_it_stops_at_once(house: House, gateway: Gateway) -> 
     house.engine.stop()
     gateway.await_(lambda: gateway.failed)
     house.join()
+
+
+def test_a_loop_that_ends_leaves_no_step_behind(tmp_path: Path) -> None:
+    """Its worker and its runner may be used by another one."""
+    house = House(tmp_path, drain_seconds=0)
+    gateway = Gateway(house)
+    done: list[int] = []
+
+    def slow(plan: Plan) -> None:
+        time.sleep(0.05)
+        done.append(plan.number)
+
+    house.runner.broken = slow
+    house.start()
+    gateway.submit(1, [1], 300)
+    gateway.await_(lambda: gateway.texts)
+    house.engine.stop()
+    house.join()
+    assert done == [plan.number for plan in house.runner.plans]
+    assert house.worker.call(lambda: 7, lambda: None, 1.0) == 7
+    gateway.close()
+    house.close()

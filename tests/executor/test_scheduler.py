@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from executor.plan import Plan
+from executor.plan import UNKNOWN, Drawn, Plan
 from executor.request import Group, IllegalMove, State
 from tests.executor.driver import PEER, Driver
-from tests.fakes import VOCAB, oracle
+from tests.fakes import END, VOCAB, oracle
 from wire.errors import Code, Refused
 from wire.generate import Submit
 from wire.memory import Admit
@@ -557,6 +557,77 @@ def test_an_illegal_move_tells_the_story() -> None:
     with pytest.raises(IllegalMove, match=r"request 1 .* running to waiting.*admitted with 0 of 1"):
         group.move(State.WAITING, "")
     assert isinstance(group, Group)
+
+
+# ---------------------------------------------------------------- plans before their tokens
+
+
+def settled_early(driver: Driver) -> Plan:
+    """The next plan, of which the one at hand has not been computed."""
+    proposal = driver.scheduler.propose()
+    driver.memory.ask(proposal.wants)
+    granted = driver.memory.answer(lambda: None)
+    assert driver.scheduler.may_settle(granted)
+    return driver.scheduler.settle(proposal, granted)
+
+
+def decoding(*most: int, min_tokens: int = 0) -> Driver:
+    """Requests of one block that are one step into their output."""
+    driver = Driver(block_size=16)
+    for number, count in enumerate(most, 1):
+        driver.submit(number, [number, 2, 3], count, min_tokens=min_tokens)
+    driver.step()
+    driver.step()
+    return driver
+
+
+def test_a_plan_settled_early_gets_the_tokens_drawn_since() -> None:
+    driver = decoding(9, 9)
+    early = settled_early(driver)
+    assert [row.tokens for row in early.rows] == [[UNKNOWN], [UNKNOWN]]
+    drawn = driver.runner.run(driver.plan)
+    driver.scheduler.update(driver.plan, drawn)
+    assert driver.scheduler.complete(early) is early
+    assert [row.tokens for row in early.rows] == [[result.token] for result in drawn]
+    assert [row.draws[0].position for row in early.rows] == [5, 5]
+
+
+def test_a_plan_settled_early_loses_the_rows_of_whoever_ended_since() -> None:
+    driver = decoding(9, 9, 9)
+    early = settled_early(driver)
+    kept = early.rows[2]
+    driver.scheduler.abort(PEER, 1)
+    drawn = driver.runner.run(driver.plan)
+    drawn[1] = Drawn(drawn[1].seq, -1)  # not a number
+    driver.scheduler.update(driver.plan, drawn)
+    plan = driver.scheduler.complete(early)
+    assert plan.rows == [kept]
+    assert kept.tokens == [drawn[2].token]
+    driver.plan = plan
+    driver.run()
+    assert driver.texts[3, 0][-7:] == oracle([3, 2, 3], 0, 9)[-7:]
+
+
+def test_end_ids_are_forbidden_for_as_many_tokens_however_early_a_plan_is_settled() -> None:
+    driver = decoding(9, min_tokens=3)
+    seen = [driver.plan.rows[0].draws[0].forbidden]
+    for _ in range(3):
+        early = settled_early(driver)
+        driver.scheduler.update(driver.plan, driver.runner.run(driver.plan))
+        driver.plan = driver.scheduler.complete(early)
+        seen.append(driver.plan.rows[0].draws[0].forbidden)
+    assert seen == [(END,), (END,), (), ()]
+
+
+def test_no_plan_is_settled_early_when_someone_must_make_room() -> None:
+    driver = Driver(sequences=2)
+    driver.submit(1, [1, 2], 30)
+    driver.submit(2, [1, 2], 30)
+    driver.step()
+    driver.submit(3, [1, 2], 30, priority=-1)
+    driver.memory.ask(driver.scheduler.propose().wants)
+    granted = driver.memory.answer(lambda: None)
+    assert not driver.scheduler.may_settle(granted)
 
 
 # ---------------------------------------------------------------- anything, in any order
