@@ -187,7 +187,7 @@ class Library:
         loaded.pk_stop.restype = None
         self._loaded = loaded
         self.lanes = int(loaded.pk_lanes())
-        self.panel = 4 * self.lanes
+        self.panel = 2 * self.lanes
 
     def pack(
         self,

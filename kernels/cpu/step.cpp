@@ -3,7 +3,7 @@
 //
 // A *unit* is 32 bits: two bfloat16 numbers of neighbouring rows of a product's inner dimension, or one
 // float32. Every product here is then the same loop: acc[row][lane] += unit of weights . unit of input.
-// Weights are packed once into panels of 4 vectors of columns, [panel][inner / per][4 * W] units. K and V of
+// Weights are packed once into panels of 2 vectors of columns, [panel][inner / per][2 * W] units. K and V of
 // one block and one KV head form a tile: K as [head_dim / per][block_size] units, so that one vector holds a
 // score of W keys, then V as [block_size / per][head_dim] units. One layer's tiles are [block][kv_head][K, V].
 //
@@ -27,6 +27,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <thread>
+#include <utility>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -51,15 +52,17 @@ constexpr int W = 8;
 #else
 constexpr int W = 4;
 #endif
-// Rows of a tile of accumulators, which must fit the registers beside 4 vectors of weights.
+// Rows of a tile of accumulators, which must fit the registers beside a panel's vectors of weights. Tall tiles
+// rather than wide ones, because up to so many rows read each weight once, and memory is never left idle.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int ROWS = 6;
+constexpr int ROWS = 12;
 #else
-constexpr int ROWS = 3;
+constexpr int ROWS = 6;
 #endif
-constexpr int VECTORS = 4;
+constexpr int VECTORS = 2;
 constexpr int PANEL = VECTORS * W;
 constexpr int MOST_HEAD = 256;
+constexpr int LINE = 16;  // units of a cache line
 constexpr int AHEAD = 3;  // blocks of K and V fetched before they are needed
 constexpr int FETCHED = 2048;  // bytes of quantised weights fetched before they are needed
 
@@ -152,33 +155,44 @@ struct F32 {
     }
 };
 
-// acc[r][v] += w[i][v] . x[r][i] for i below n. `ahead`: how far from `w` lies what is read next.
-template <class T, int R, int NV>
+// Into the second level of cache: far fewer lines can be on their way into the first.
+INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// acc[r][v] += w[i][v] . x[r][i] for i below n. Of `next`, what is read later, LINES lines are fetched with each i,
+// `apart` units apart.
+template <class T, int LINES, int R, int NV>
 INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x, size_t ldx, size_t n,
-                       std::ptrdiff_t ahead) {
+                       const u32* next, size_t apart) {
+    constexpr int EACH = 4, PARTS = (R + EACH - 1) / EACH;  // rows reached from one address by registers' multiples
+    const u32* from[PARTS];
+#pragma GCC unroll 3
+    for (int p = 0; p < PARTS; p++) from[p] = x + p * EACH * ldx;
     for (size_t i = 0; i < n; i++, w += step) {
         vu part[NV];
-        if (ahead)
+        if (next)
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) __builtin_prefetch(w + ahead + v * W);
+            for (int line = 0; line < LINES; line++) fetch(next + i * apart + line * LINE);
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) part[v] = load<vu>(w + v * W);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) acc[r][v] = T::dot(acc[r][v], part[v], x[r * ldx + i]);
+            for (int v = 0; v < NV; v++) acc[r][v] = T::dot(acc[r][v], part[v], from[r / EACH][r % EACH * ldx + i]);
     }
 }
 
-// out[r][v] = sum over i of w[i][v] . x[r][i].
-template <class T, int R, int NV>
-void product(const u32* w, size_t step, const u32* x, size_t ldx, size_t n, float* out, size_t ldo) {
-    vf acc[R][NV] = {};
-    accumulate<T, R, NV>(acc, w, step, x, ldx, n, 0);
-#pragma GCC unroll 6
+// out[r] = sum over i of w[i] . x[r][i], of one panel w. Of `next` what the first `fetched` i of a panel
+// take is fetched on the way.
+template <class T, int R>
+void product(const u32* w, const u32* x, size_t ldx, size_t n, float* out, const u32* next, size_t fetched) {
+    constexpr int LINES = (PANEL + LINE - 1) / LINE;
+    vf acc[R][VECTORS] = {};
+    accumulate<T, LINES>(acc, w, PANEL, x, ldx, fetched, next, PANEL);
+    accumulate<T, 0>(acc, w + fetched * PANEL, PANEL, x + fetched, ldx, n - fetched, nullptr, 0);
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) store(out + r * ldo + v * W, acc[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(out + r * PANEL + v * W, acc[r][v]);
 }
 
 // Scores of the keys of two vectors of K at once: out[i][r] = sum over d of keys[i][d] . q[r][d].
@@ -188,16 +202,16 @@ void score(const u32* const (&keys)[2], size_t step, const u32* q, size_t n, flo
     vf acc[R][2] = {};
     for (size_t d = 0; d < n; d++) {
         const u32 *a = keys[0] + d * step, *b = keys[1] + d * step;
-        __builtin_prefetch(a + ahead[0]);
-        __builtin_prefetch(b + ahead[1]);
+        fetch(a + ahead[0]);
+        fetch(b + ahead[1]);
         const vu part[2] = {load<vu>(a), load<vu>(b)};
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             acc[r][0] = T::dot(acc[r][0], part[0], q[r * n + d]);
             acc[r][1] = T::dot(acc[r][1], part[1], q[r * n + d]);
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
         store(out[0] + r * ldo, acc[r][0]);
         store(out[1] + r * ldo, acc[r][1]);
@@ -222,7 +236,7 @@ void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, 
         from = from < 0 ? 0 : from;
         to = to > size ? size : to;
         const bool more = (block + AHEAD) * size < values.to;
-        const std::ptrdiff_t ahead = more ? values.tiles[block + AHEAD] - values.tiles[block] : 0;
+        const u32* next = more ? values.tiles[block + AHEAD] + dim : nullptr;
         const auto single = [&](int unit, u32 mask) {  // one key of a pair whose other one does not count
             for (int v = 0; v < NV; v++) {
                 const vu kept = load<vu>(tile + (size_t)unit * head + v * W) & mask;
@@ -230,11 +244,12 @@ void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, 
             }
         };
         if (T::per == 2 && from % 2) single(from++ / 2, 0xffff0000u);
-        accumulate<T, R, NV>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
-                             to / T::per - from / T::per, ahead);
+        constexpr int LINES = (NV * W + LINE - 1) / LINE;
+        accumulate<T, LINES>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
+                             to / T::per - from / T::per, next, head);
         if (T::per == 2 && to % 2) single(to / 2, 0x0000ffffu);
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) store(out + r * ldo + v * W, acc[r][v]);
@@ -244,29 +259,13 @@ template <int N> struct Number {
     static constexpr int value = N;
 };
 
-// Calls f with `rows` (1 to ROWS) and `vectors` (1 to 4) as constants.
-template <class F> INLINE void with_vectors(int vectors, const F& f) {
-    switch (vectors) {
-        case 1: return f(Number<1>{});
-        case 2: return f(Number<2>{});
-        case 3: return f(Number<3>{});
-        default: return f(Number<4>{});
-    }
+// Calls f with `n`, 1 to MOST, as a constant.
+template <int MOST, class F> INLINE void with_number(int n, const F& f) {
+    [&]<int... I>(std::integer_sequence<int, I...>) {
+        ((n == I + 1 ? f(Number<I + 1>{}) : void()), ...);
+    }(std::make_integer_sequence<int, MOST>{});
 }
-// A product's share of a panel is half or all of it.
-template <class F> INLINE void with_half_or_all(int vectors, const F& f) {
-    vectors == VECTORS ? f(Number<VECTORS>{}) : f(Number<VECTORS / 2>{});
-}
-template <class F> INLINE void with_rows(int rows, const F& f) {
-    switch (rows) {
-        case 1: return f(Number<1>{});
-        case 2: return f(Number<2>{});
-        case 3: return f(Number<3>{});
-        case 4: if constexpr (ROWS >= 4) return f(Number<4>{}); break;
-        case 5: if constexpr (ROWS >= 5) return f(Number<5>{}); break;
-        case 6: if constexpr (ROWS >= 6) return f(Number<6>{}); break;
-    }
-}
+template <class F> INLINE void with_rows(int rows, const F& f) { with_number<ROWS>(rows, f); }
 
 // ---------------------------------------------------------------- quantised weights
 
@@ -451,24 +450,24 @@ float to_octets(float* x, size_t n, u32* octets, u32* sums) {
 }
 
 // totals[r][v] += one group's product. `Weights` gives unit i of vector v, and scale and offset of vector v.
-template <class Q, int R, int NV, class Weights>
+template <class Q, int R, class Weights>
 INLINE void add_group(float* totals, const Weights& weights, const Integers& x, size_t group) {
     const size_t stride = x.stride, each = stride / PAIRS;
     const u32 *pairs = x.pairs + group * PAIRS, *sums = x.sums + group;
-    vi acc[R][NV];
-#pragma GCC unroll 6
+    vi acc[R][VECTORS];
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) acc[r][v] = Q::offset ? vi{} : vi{} + (i32)sums[r * each];
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = Q::offset ? vi{} : vi{} + (i32)sums[r * each];
     weights.each([&](int v, int i, vu part) __attribute__((always_inline)) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < R; r++)
             acc[r][v] = dot_pairs(acc[r][v], part, pairs[r * stride + i]);
     });
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) {
+    for (int v = 0; v < VECTORS; v++) {
         const vf scale = weights.scale(v), offset = Q::offset ? weights.offset(v) : vf{};
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             float* at = totals + r * PANEL + v * W;
             vf total = load<vf>(at) + __builtin_convertvector(acc[r][v], vf) * scale;
@@ -479,27 +478,26 @@ INLINE void add_group(float* totals, const Weights& weights, const Integers& x, 
 }
 
 // A group as it is stored.
-template <class Q, int NV> struct Stored {
+template <class Q> struct Stored {
     const u8* at;
-    int skipped;  // columns of the panel
     template <class F> INLINE void each(const F& f) const {
 #pragma GCC unroll 1
         for (int word = 0; word < Q::words; word++) {
-            const u8* from = at + Q::weights + (word * PANEL + skipped) * 4;
-            vu words[NV];
+            const u8* from = at + Q::weights + word * PANEL * 4;
+            vu words[VECTORS];
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) {
+            for (int v = 0; v < VECTORS; v++) {
                 __builtin_prefetch(from + v * W * 4 + FETCHED);
                 words[v] = load<vu>(from + v * W * 4);
             }
 #pragma GCC unroll 4
             for (int p = 0; p < Q::parts; p++)
 #pragma GCC unroll 4
-                for (int v = 0; v < NV; v++) f(v, word * Q::parts + p, Q::part(words[v], p));
+                for (int v = 0; v < VECTORS; v++) f(v, word * Q::parts + p, Q::part(words[v], p));
         }
     }
-    INLINE vf scale(int v) const { return halves(at + (skipped + v * W) * 2); }
-    INLINE vf offset(int v) const { return halves(at + (PANEL + skipped + v * W) * 2); }
+    INLINE vf scale(int v) const { return halves(at + v * W * 2); }
+    INLINE vf offset(int v) const { return halves(at + (PANEL + v * W) * 2); }
 };
 
 // The same, unpacked once for many rows.
@@ -507,12 +505,12 @@ template <class Q> struct Unpacked {
     alignas(64) u32 units[PAIRS][PANEL];
     alignas(64) float scales[PANEL], offsets[PANEL];
 
-    template <int NV> INLINE void take(const u8* at, int skipped) {
+    INLINE void take(const u8* at) {
 #pragma GCC unroll 1
         for (int word = 0; word < Q::words; word++) {
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) {
-                const u8* from = at + Q::weights + (word * PANEL + skipped + v * W) * 4;
+            for (int v = 0; v < VECTORS; v++) {
+                const u8* from = at + Q::weights + (word * PANEL + v * W) * 4;
                 __builtin_prefetch(from + FETCHED);
                 const vu all = load<vu>(from);
 #pragma GCC unroll 4
@@ -520,22 +518,22 @@ template <class Q> struct Unpacked {
             }
         }
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) {
-            store(scales + v * W, halves(at + (skipped + v * W) * 2));
-            if (Q::offset) store(offsets + v * W, halves(at + (PANEL + skipped + v * W) * 2));
+        for (int v = 0; v < VECTORS; v++) {
+            store(scales + v * W, halves(at + v * W * 2));
+            if (Q::offset) store(offsets + v * W, halves(at + (PANEL + v * W) * 2));
         }
     }
 };
-template <class Q, int NV> struct Ready {
+template <class Q> struct Ready {
     const Unpacked<Q>& from;
     template <class F> INLINE void each(const F& f) const {
 #pragma GCC unroll 1
         for (int i = 0; i < PAIRS; i++) {
-            vu part[NV];
+            vu part[VECTORS];
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) part[v] = load<vu>(from.units[i] + v * W);
+            for (int v = 0; v < VECTORS; v++) part[v] = load<vu>(from.units[i] + v * W);
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) f(v, i, part[v]);
+            for (int v = 0; v < VECTORS; v++) f(v, i, part[v]);
         }
     }
     INLINE vf scale(int v) const { return load<vf>(from.scales + v * W); }
@@ -543,15 +541,14 @@ template <class Q, int NV> struct Ready {
 };
 
 // totals[r][v] += all groups of a panel, unpacked on the way: for few rows.
-template <class Q, int R, int NV>
-void add_stored(float* totals, const u8* w, int skipped, const Integers& x, size_t groups) {
-    for (size_t g = 0; g < groups; g++)
-        add_group<Q, R, NV>(totals, Stored<Q, NV>{w + g * Q::bytes, skipped}, x, g);
+template <class Q, int R>
+void add_stored(float* totals, const u8* w, const Integers& x, size_t groups) {
+    for (size_t g = 0; g < groups; g++) add_group<Q, R>(totals, Stored<Q>{w + g * Q::bytes}, x, g);
 }
 
-template <class Q, int R, int NV>
+template <class Q, int R>
 void add_unpacked(float* totals, const Unpacked<Q>& w, const Integers& x, size_t group) {
-    add_group<Q, R, NV>(totals, Ready<Q, NV>{w}, x, group);
+    add_group<Q, R>(totals, Ready<Q>{w}, x, group);
 }
 
 // Splits `count` into tiles of at most ROWS, as even as can be, and calls f(first, rows).
@@ -796,7 +793,7 @@ class Engine {
         positions.reserve(n * 4);
         owners.reserve(n * 4);
         tiles.clear();
-        const size_t most = std::max<size_t>(1, 2 * ROWS / group());
+        const size_t most = std::max<size_t>(1, ROWS / group());
         size_t longest = 0;
         i32 token = 0;
         for (i32 row = 0; row < s.rows; row++) {
@@ -859,12 +856,10 @@ class Engine {
         return index < layers.size() ? &layers[index] : nullptr;
     }
 
-    // The columns of a product are shared out in whole panels, or in halves where those are few: one share for
-    // each thread, because a thread reads weights that follow each other faster than what takes turns.
-    size_t share(size_t columns) const { return columns >= 8 * PANEL * (size_t)m.threads ? PANEL : PANEL / 2; }
+    // The columns of a product are shared out in whole panels, one share for each thread, because a thread reads
+    // weights that follow each other faster than what takes turns.
     size_t shares(size_t columns, size_t rows) const {
-        const size_t all = (columns + share(columns) - 1) / share(columns);
-        return rows ? std::min<size_t>(all, m.threads) : 0;
+        return rows ? std::min<size_t>(padded(columns, PANEL) / PANEL, m.threads) : 0;
     }
 
     // The part of `count` that is piece `left` from the end of `pieces`.
@@ -984,7 +979,7 @@ class Engine {
         return 1.0f / std::sqrt(sum(squares) / (float)count + (float)m.epsilon);
     }
 
-    // store_tile(row, first column, values, vectors) for one share of the columns of x . weight. Quantised weights
+    // store_tile(row, first column, values of a panel) for one share of the columns of x . weight. Quantised weights
     // take what `integers` holds instead of x.
     template <class T, class Store>
     void multiply(u32 left, const Linear& linear, size_t inner, size_t columns, const u32* x, size_t ldx,
@@ -1001,13 +996,13 @@ class Engine {
                          const Store& store_tile) {
         multiply_units<Octets>(
             left, linear, padded_inputs(inner, W8A8) / 4, columns, integers.as<u32>(), ld_integers, rows,
-            [&](size_t row, size_t column, float* values, int vectors) {
+            [&](size_t row, size_t column, float* values) {
                 const i32 begin = sums.as<i32>()[row * (ld_integers / PAIRS)];
                 const float worth = worths.as<float>()[row];
-                for (int v = 0; v < vectors * W; v += W)
+                for (int v = 0; v < PANEL; v += W)
                     store(values + v, __builtin_convertvector(load<vi>(values + v) + begin, vf) *
                                           (load<vf>(linear.scales + column + v) * worth));
-                store_tile(row, column, values, vectors);
+                store_tile(row, column, values);
             });
     }
 
@@ -1016,27 +1011,23 @@ class Engine {
     void multiply_units(u32 left, const Linear& linear, size_t k, size_t columns, const u32* x, size_t ldx,
                         size_t rows, const Store& store_tile) {
         const u32* weight = reinterpret_cast<const u32*>(linear.weight);
+        constexpr size_t FEW = 4;  // rows that the hardware fetches weights for as fast as memory can
         constexpr size_t SOME = 240;  // rows whose input stays in the cache beside a panel of weights
-        const size_t width = share(columns);
-        const Range units((columns + width - 1) / width, shares(columns, rows), left);
-        const size_t from = units.from * width, to = units.to * width;
+        const Range panels(padded(columns, PANEL) / PANEL, shares(columns, rows), left);
         alignas(64) float out[ROWS * PANEL];
         for (size_t base = 0; base < rows; base += SOME) {
             const size_t part = std::min(SOME, rows - base);
-            for (size_t column = from; column < to;) {
-                const size_t skipped = column % PANEL;
-                const int vectors = (int)(std::min(PANEL - skipped, to - column) / W);
-                const u32* w = weight + (column - skipped) * k + skipped;
+            const bool fetches = part > FEW;  // of the next panel, each tile of rows its share
+            for (size_t panel = panels.from; panel < panels.to; panel++) {
+                const u32* w = weight + panel * PANEL * k;
                 tiles_of(part, [&](size_t first, int count) {
-                    const u32* in = x + (base + first) * ldx;
+                    const size_t row = base + first;
+                    const size_t begin = fetches ? k * first / part : 0, end = fetches ? k * (first + count) / part : 0;
                     with_rows(count, [&](auto R) {
-                        with_half_or_all(vectors, [&](auto V) {
-                            product<T, R.value, V.value>(w, PANEL, in, ldx, k, out, PANEL);
-                        });
+                        product<T, R.value>(w, x + row * ldx, ldx, k, out, w + (k + begin) * PANEL, end - begin);
                     });
-                    for (int r = 0; r < count; r++) store_tile(base + first + r, column, out + r * PANEL, vectors);
+                    for (int r = 0; r < count; r++) store_tile(row + r, panel * PANEL, out + r * PANEL);
                 });
-                column += vectors * W;
             }
         }
     }
@@ -1044,61 +1035,53 @@ class Engine {
     template <class Store>
     void multiply_quantised(u32 left, const Linear& linear, size_t inner, size_t columns, size_t rows,
                             const Store& store_tile) {
-        constexpr size_t SOME = 256;  // rows whose sums stay in the cache
-        const size_t groups = (inner + GROUP - 1) / GROUP, width = share(columns), parts = (rows + SOME - 1) / SOME;
-        const Range units((columns + width - 1) / width, shares(columns, rows), left);
-        const size_t from = units.from * width, to = units.to * width;
+        constexpr size_t SOME = 240;  // rows whose sums stay in the cache
+        const size_t groups = (inner + GROUP - 1) / GROUP, parts = (rows + SOME - 1) / SOME;
+        const Range panels(padded(columns, PANEL) / PANEL, shares(columns, rows), left);
         alignas(64) float out[SOME * PANEL];
-        for (size_t column = from; column < to;) {
-            const int vectors = (int)(std::min(PANEL - column % PANEL, to - column) / W);
+        for (size_t panel = panels.from; panel < panels.to; panel++)
             for (size_t p = 0; p < parts; p++) {
                 const size_t base = rows * p / parts, part = rows * (p + 1) / parts - base;
-                if (linear.form == NIBBLES) multiply_panel<Nibbles>(linear.weight, column, vectors, groups, base, part, out);
-                else multiply_panel<Bytes>(linear.weight, column, vectors, groups, base, part, out);
+                if (linear.form == NIBBLES) multiply_panel<Nibbles>(linear.weight, panel, groups, base, part, out);
+                else multiply_panel<Bytes>(linear.weight, panel, groups, base, part, out);
                 for (size_t r = 0; r < part; r++) {
                     float* own = out + r * PANEL;
-                    for (int v = 0; v < vectors * W; v += W)
+                    for (int v = 0; v < PANEL; v += W)
                         store(own + v, load<vf>(own + v) * worths.as<float>()[base + r]);
-                    store_tile(base + r, column, own, vectors);
+                    store_tile(base + r, panel * PANEL, own);
                 }
             }
-            column += vectors * W;
-        }
     }
 
     // out[row][v], in parts of what the row's integers are worth.
     template <class Q>
-    void multiply_panel(const u8* weight, size_t column, int vectors, size_t groups, size_t base, size_t rows,
-                        float* out) const {
-        constexpr size_t FEW = 3 * ROWS;  // rows for which unpacking once and for all does not pay
-        const u8* panel = weight + column / PANEL * groups * Q::bytes;
-        const int skipped = (int)(column % PANEL);
+    void multiply_panel(const u8* weight, size_t index, size_t groups, size_t base, size_t rows, float* out) const {
+        constexpr size_t FEW = 2 * ROWS;  // rows for which unpacking once and for all does not pay
+        const u8* panel = weight + index * groups * Q::bytes;
         const auto input = [&](size_t first) {
             const size_t row = base + first;
             return Integers{integers.as<u32>() + row * ld_integers, sums.as<u32>() + row * (ld_integers / PAIRS),
                             ld_integers};
         };
         std::memset(out, 0, rows * PANEL * 4);
-        with_half_or_all(vectors, [&](auto V) {
-            if (rows <= FEW) {
-                tiles_of(rows, [&](size_t first, int count) {
-                    with_rows(count, [&](auto R) {
-                        add_stored<Q, R.value, V.value>(out + first * PANEL, panel, skipped, input(first), groups);
-                    });
+        if (rows <= FEW) {
+            tiles_of(rows, [&](size_t first, int count) {
+                with_rows(count, [&](auto R) {
+                    add_stored<Q, R.value>(out + first * PANEL, panel, input(first), groups);
                 });
-                return;
-            }
-            Unpacked<Q> unpacked;
-            for (size_t g = 0; g < groups; g++) {
-                unpacked.template take<V.value>(panel + g * Q::bytes, skipped);
-                tiles_of(rows, [&](size_t first, int count) {
-                    with_rows(count, [&](auto R) {
-                        if constexpr (2 * R.value >= ROWS)  // tiles of many rows are never small
-                            add_unpacked<Q, R.value, V.value>(out + first * PANEL, unpacked, input(first), g);
-                    });
+            });
+            return;
+        }
+        Unpacked<Q> unpacked;
+        for (size_t g = 0; g < groups; g++) {
+            unpacked.take(panel + g * Q::bytes);
+            tiles_of(rows, [&](size_t first, int count) {
+                with_rows(count, [&](auto R) {
+                    if constexpr (2 * R.value >= ROWS)  // tiles of many rows are never small
+                        add_unpacked<Q, R.value>(out + first * PANEL, unpacked, input(first), g);
                 });
-            }
-        });
+            });
+        }
     }
 
     static INLINE vf biased(const float* values, const float* bias) {
@@ -1107,10 +1090,10 @@ class Engine {
 
     template <class T> void project_qkv(const Layer& layer, size_t n, u32 left) {
         multiply<T>(left, layer.qkv, m.hidden, qkv_columns(), normed.as<u32>(), ld_hidden / T::per, n,
-                    [&](size_t row, size_t column, const float* values, int vectors) {
+                    [&](size_t row, size_t column, const float* values) {
                         float* to = projected.as<float>() + row * ld_qkv + column;
                         const float* bias = layer.qkv.bias;
-                        for (int v = 0; v < vectors * W; v += W)
+                        for (int v = 0; v < PANEL; v += W)
                             store(to + v, biased(values + v, bias ? bias + column + v : nullptr));
                     });
     }
@@ -1119,10 +1102,10 @@ class Engine {
     template <class T>
     void add_product(const Linear& linear, const u32* x, size_t ldx, size_t inner, size_t n, u32 left) {
         multiply<T>(left, linear, inner, m.hidden, x, ldx / T::per, n,
-                    [&](size_t row, size_t column, const float* values, int vectors) {
+                    [&](size_t row, size_t column, const float* values) {
                         float* to = residual.as<float>() + row * ld_hidden + column;
                         const float* bias = linear.bias;
-                        for (int v = 0; v < vectors * W; v += W)
+                        for (int v = 0; v < PANEL; v += W)
                             store(to + v, load<vf>(to + v) + biased(values + v, bias ? bias + column + v : nullptr));
                     });
     }
@@ -1130,19 +1113,15 @@ class Engine {
     // silu(gate) * up; columns come as vectors of gate and up in turn.
     template <class T> void gate(const Layer& layer, size_t n, u32 left) {
         multiply<T>(left, layer.gate_up, m.hidden, gate_columns(), normed.as<u32>(),
-                    ld_hidden / T::per, n, [&](size_t row, size_t column, const float* values, int vectors) {
+                    ld_hidden / T::per, n, [&](size_t row, size_t column, const float* values) {
                         u32* to = gated.as<u32>() + row * ld_gated / T::per;
                         float* exact = gated.as<float>() + row * ld_gated;
                         const bool rounds = layer.down.form != UNITS;
-                        const float* bias = layer.gate_up.bias;
-                        for (int v = 0; v < vectors * W; v += 2 * W) {
-                            const float* own = bias ? bias + column + v : nullptr;
-                            const vf x = biased(values + v, own);
-                            const vf up = biased(values + v + W, own ? own + W : nullptr);
-                            const vf value = x / (1.0f + exponential(-x)) * up;
-                            if (rounds) store(exact + (column + v) / 2, value);
-                            else T::put(to, (column + v) / 2, value);
-                        }
+                        const float* bias = layer.gate_up.bias ? layer.gate_up.bias + column : nullptr;
+                        const vf x = biased(values, bias), up = biased(values + W, bias ? bias + W : nullptr);
+                        const vf value = x / (1.0f + exponential(-x)) * up;
+                        if (rounds) store(exact + column / 2, value);
+                        else T::put(to, column / 2, value);
                     });
     }
 
@@ -1261,18 +1240,19 @@ class Engine {
             totals[r] = softmax<T>(scores + r * stride, least(position) - base, position + 1 - base, end - base);
         }
         const Values seen{values, least(tile.position) - base, end - base, size, (int)head};
-        for (size_t d = 0; d < head;) {
-            const int vectors = (int)std::min<size_t>(VECTORS, (head - d) / W);
-            tiles_of(rows, [&](size_t first, int count) {
-                const u32* p = reinterpret_cast<const u32*>(scores + first * stride);
-                with_rows(count, [&](auto R) {
-                    with_vectors(vectors, [&](auto V) {
+        tiles_of(rows, [&](size_t first, int count) {
+            const u32* p = reinterpret_cast<const u32*>(scores + first * stride);
+            with_rows(count, [&](auto R) {
+                constexpr int MOST = R.value <= ROWS / 2 ? 4 : 2;  // vectors, as registers allow
+                for (size_t d = 0; d < head;) {
+                    const int vectors = (int)std::min<size_t>(MOST, (head - d) / W);
+                    with_number<MOST>(vectors, [&](auto V) {
                         weigh<T, R.value, V.value>(seen, (int)d, p, stride, out + first * head + d, head);
                     });
-                });
+                    d += vectors * W;
+                }
             });
-            d += vectors * W;
-        }
+        });
         for (size_t r = 0; r < rows; r++) {
             const size_t token = tile.first + r / heads, at = (kv_head * heads + r % heads) * head;
             u32* to = attended.as<u32>() + token * m.heads * units;
@@ -1328,12 +1308,12 @@ class Engine {
         vf* faults = own.faults(s.outputs);
         const vi lane = lanes();
         multiply<T>(left, m.head, m.hidden, vocab, normed.as<u32>(), ld_hidden / T::per, s.outputs,
-                    [&](size_t row, size_t column, const float* values, int vectors) {
+                    [&](size_t row, size_t column, const float* values) {
                         if (s.kept[row] >= 0) {
-                            const size_t count = std::min<size_t>(vectors * W, vocab - column);
+                            const size_t count = std::min<size_t>(PANEL, vocab - column);
                             std::memcpy(s.logits + s.kept[row] * vocab + column, values, count * 4);
                         }
-                        for (int v = 0; v < vectors * W; v += W) {
+                        for (int v = 0; v < PANEL; v += W) {
                             const vi id = lane + (i32)(column + v);
                             const vf x = load<vf>(values + v);
                             faults[row] += x * 0.0f;  // columns of padding are 0
