@@ -25,6 +25,7 @@ from executor.sampler import sample
 from executor.seats import EMPTY, Ids, Seating, Seats
 from executor.staging import Staging, put
 from kernels.dispatch import Kernels, PagedAttention
+from wire.memory import Copy
 from wire.sampling import Sampling
 
 _WIDTH_STEP = 16  # table widths in use are multiples of it: kernels are compiled for few of them
@@ -177,16 +178,15 @@ class GpuRunner:
             on_progress(share)
 
     def variants(self) -> Iterator[Plan]:
-        """Steps that together launch every variant of the kernels: chunks of all sizes up to a power of two,
-        and single tokens after contexts that are cut into all numbers of splits. All in block 1."""
+        """Steps that together launch every variant of the kernels: a copy, a short chunk, a long one, and a
+        token after a context as long as can be, which is cut into splits. In blocks 1 and 2."""
+        if self.kv.num_blocks > 2:
+            yield Plan(0, [], [Copy(1, 2)])
         most = min(self._seats.width * self._block_size, self._context)
-        size = 2
-        while size <= most:
-            table = [1] * -(-size // self._block_size)
-            if size <= self._step_tokens:
-                yield Plan(0, [Row(1, 0, [0] * size, table)])
-            yield Plan(0, [Row(1, size - 1, [0], table)])
-            size *= 2
+        for start, tokens in ((0, 2), (0, self._step_tokens), (most - 1, 1)):
+            count = min(tokens, self._step_tokens, most)
+            table = [1] * -(-(start + count) // self._block_size)
+            yield Plan(0, [Row(1, start, [0] * count, table)])
 
     def largest_step(self) -> None:
         """Run a step that takes as much memory as any, and record the largest graph."""

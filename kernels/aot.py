@@ -74,7 +74,7 @@ class Result:
     shared: int = 0  # bytes
     registers: int = 0  # of a thread
     spills: int = 0  # bytes of a thread that did not fit into registers
-    seconds: float = 0.0
+    seconds: float = 0.0  # of processors
     problem: str = ""  # why it cannot run there; empty: it can
 
 
@@ -94,17 +94,7 @@ def launches(module: str, target: str) -> tuple[Launch, ...]:
     """What `module` launches on `target`, none twice, in a fixed order."""
     unique: dict[str, Launch] = {}
     for launch in importlib.import_module(module).launches(target):
-        key = repr(
-            (
-                launch.name,
-                sorted(launch.signature.items()),
-                sorted((name, repr(value)) for name, value in launch.constants.items()),
-                launch.num_warps,
-                launch.num_stages,
-                sorted(launch.aligned),
-            )
-        )
-        unique.setdefault(key, launch)
+        unique.setdefault(launch.key, launch)
     return tuple(unique.values())
 
 
@@ -150,7 +140,7 @@ def compile_one(job: Job) -> Result:
     target, result = job.target, job.result()
     launch = launches(job.module, target.name)[job.index]
     parameters = launch.function.arg_names
-    began = time.perf_counter()
+    began = _processor_seconds()
     try:
         compiled = triton_compile(
             ASTSource(
@@ -168,7 +158,7 @@ def compile_one(job: Job) -> Result:
     except Exception as error:  # Triton raises many kinds; all mean that this launch fails there
         result.problem = f"does not compile: {type(error).__name__}: {_first_lines(str(error))}"
         return result
-    result.seconds = time.perf_counter() - began
+    result.seconds = _processor_seconds() - began
     result.shared = int(compiled.metadata.shared)
     read = _amd_resources if target.backend == "hip" else _nvidia_resources
     result.registers, result.spills = read(compiled.asm)
@@ -176,6 +166,12 @@ def compile_one(job: Job) -> Result:
     if (columns := getattr(compiled.metadata, "tmem_size", 0)) > _TENSOR_MEMORY:
         result.problem = f"takes {columns} columns of tensor memory; there are {_TENSOR_MEMORY}"
     return result
+
+
+def _processor_seconds() -> float:
+    """Of this process and of what it started and waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def excess(result: Result, num_warps: int, target: Target) -> str:

@@ -66,42 +66,46 @@ def copy_blocks(
         _call(keys, values, sources, targets, key_scales, value_scales).run()
 
 
-@triton.jit
+# Of every model, pool and list of ids there is one kind: nothing is compiled in the middle of serving.
+@triton.jit(
+    do_not_specialize=["source_stride", "target_stride", "num_blocks", "scale_words"],
+    do_not_specialize_on_alignment=["sources", "targets"],
+)
 def _copy_blocks(
-    keys: tl.tensor,  # [layers, num_blocks, WORDS] int32
-    values: tl.tensor,  # [layers, num_blocks, WORDS] int32
-    key_scales: tl.tensor,  # [layers, num_blocks, SCALE_WORDS] int32, or None
-    value_scales: tl.tensor,  # [layers, num_blocks, SCALE_WORDS] int32, or None
+    keys: tl.tensor,  # [layers, num_blocks, words] int32
+    values: tl.tensor,  # [layers, num_blocks, words] int32
+    key_scales: tl.tensor,  # [layers, num_blocks, scale_words] int32, or None
+    value_scales: tl.tensor,  # [layers, num_blocks, scale_words] int32, or None
     sources: tl.tensor,  # [copies]
     targets: tl.tensor,  # [copies]
     source_stride: tl.tensor,  # elements from one id to the next
     target_stride: tl.tensor,
     num_blocks: tl.tensor,
-    WORDS: tl.constexpr,  # of one block in one layer
-    SCALE_WORDS: tl.constexpr,
+    words: tl.tensor,  # of one block in one layer
+    scale_words: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
     """A chunk of one block in one layer, K and V; the first chunk's program moves the scales too."""
-    CHUNKS: tl.constexpr = (WORDS + CHUNK - 1) // CHUNK
-    copy = tl.program_id(0) // CHUNKS
-    part = tl.program_id(0) % CHUNKS
+    chunks = tl.cdiv(words, CHUNK)
+    copy = tl.program_id(0) // chunks
+    part = tl.program_id(0) % chunks
     first = tl.program_id(1).to(tl.int64) * num_blocks
     source = first + tl.load(sources + copy * source_stride).to(tl.int64)
     target = first + tl.load(targets + copy * target_stride).to(tl.int64)
     word = part * CHUNK + tl.arange(0, CHUNK)
-    inside = word < WORDS
-    key = tl.load(keys + source * WORDS + word, mask=inside)
-    value = tl.load(values + source * WORDS + word, mask=inside)
-    tl.store(keys + target * WORDS + word, key, mask=inside)
-    tl.store(values + target * WORDS + word, value, mask=inside)
+    inside = word < words
+    key = tl.load(keys + source * words + word, mask=inside)
+    value = tl.load(values + source * words + word, mask=inside)
+    tl.store(keys + target * words + word, key, mask=inside)
+    tl.store(values + target * words + word, value, mask=inside)
     if key_scales is not None and part == 0:
-        for start in range(0, SCALE_WORDS, CHUNK):
+        for start in range(0, scale_words, CHUNK):
             word = start + tl.arange(0, CHUNK)
-            inside = word < SCALE_WORDS
-            key = tl.load(key_scales + source * SCALE_WORDS + word, mask=inside)
-            value = tl.load(value_scales + source * SCALE_WORDS + word, mask=inside)
-            tl.store(key_scales + target * SCALE_WORDS + word, key, mask=inside)
-            tl.store(value_scales + target * SCALE_WORDS + word, value, mask=inside)
+            inside = word < scale_words
+            key = tl.load(key_scales + source * scale_words + word, mask=inside)
+            value = tl.load(value_scales + source * scale_words + word, mask=inside)
+            tl.store(key_scales + target * scale_words + word, key, mask=inside)
+            tl.store(value_scales + target * scale_words + word, value, mask=inside)
 
 
 def as_words(cache: Tensor, name: str) -> Tensor:
@@ -145,12 +149,10 @@ def _call(
             "source_stride": sources.stride(0),
             "target_stride": targets.stride(0),
             "num_blocks": num_blocks,
+            "words": words,
+            "scale_words": 0 if key_scale_words is None else key_scale_words.shape[2],
         },
-        {
-            "WORDS": words,
-            "SCALE_WORDS": 0 if key_scale_words is None else key_scale_words.shape[2],
-            "CHUNK": CHUNK,
-        },
+        {"CHUNK": CHUNK},
         num_warps=WARPS,
         num_stages=1,
     )

@@ -3,7 +3,8 @@
 It must read each key and value once, at the speed of memory, and do nothing else that takes time:
 
 - The query heads of a KV head are the rows of one small matrix, so that K and V are read once per KV head and
-  the products run on tensor cores; rows up to the next power of two (16 at least) are padding.
+  the products run on tensor cores. Of its 16 rows those past the last head are padding; where a KV head has
+  more than 16 heads, programs side by side read it, all but the first from the cache.
 - A context is cut into splits that run side by side and are put together by a second kernel (Dao et al.,
   "Flash-Decoding", 2023), so that few sequences fill the device and a long one does not outlast the others.
 - How many splits follows from sizes the host knows; nothing waits for the device.
@@ -22,8 +23,10 @@ from torch import Tensor
 
 from kernels.launch import Call, Launch, architecture
 from kernels.options import Options
-from kernels.tiles import LOG2E, Cache, as_operand, attend_tile, cases, common
+from kernels.tiles import LOG2E, VARIED, Cache, as_operand, attend_tile, cases, common
 
+_NO_WINDOW = 2**31 - 1
+_ROWS = 16  # of the query matrix: the least that tensor cores take
 _MOST_SPLITS = 64
 # Positions a split has at least: less, and writing its part of the result costs as much as reading it.
 _GRAIN_SPLIT = 256
@@ -96,7 +99,7 @@ def decode(
 
 # What differs from step to step must not have Triton compile again in the middle of serving.
 @triton.jit(
-    do_not_specialize=["window", "grain", "table_row"],
+    do_not_specialize=[*VARIED, "group", "window", "grain"],
     do_not_specialize_on_alignment=["tables", "lengths"],
 )
 def _decode(
@@ -110,12 +113,13 @@ def _decode(
     sinks: tl.tensor,  # [heads] float32 or None
     slopes: tl.tensor,
     out: tl.tensor,  # [rows, heads, HEAD_DIM]
-    parts: tl.tensor,  # [rows, heads, splits, HEAD_DIM] float32, each part's own result
+    parts: tl.tensor,  # [rows, heads, splits, head_dim] float32, each part's own result, if splits > 1
     weights: tl.tensor,  # [rows, heads, splits] float32, log2 of each part's softmax denominator
     scale: tl.tensor,
     softcap: tl.tensor,
     window: tl.tensor,
     grain: tl.tensor,  # positions per split are a multiple of this
+    group: tl.tensor,  # query heads of a KV head
     q_row: tl.tensor,
     q_head: tl.tensor,
     k_block: tl.tensor,
@@ -129,38 +133,37 @@ def _decode(
     vs_block: tl.tensor,
     vs_slot: tl.tensor,
     table_row: tl.tensor,
+    head_dim: tl.tensor,
+    block_bits: tl.tensor,
     o_row: tl.tensor,
     o_head: tl.tensor,
-    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    WHOLE: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,  # of the query matrix
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
     EXPONENT: tl.constexpr,
     ROUND: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
     # KV heads are the fastest axis: their programs read neighbouring bytes of the same blocks together.
-    kv_head = tl.program_id(0) // tl.cdiv(GROUP, ROWS)
-    member = (tl.program_id(0) % tl.cdiv(GROUP, ROWS)) * ROWS + tl.arange(0, ROWS)
+    kv_head = tl.program_id(0) // tl.cdiv(group, ROWS)
+    member = (tl.program_id(0) % tl.cdiv(group, ROWS)) * ROWS + tl.arange(0, ROWS)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
-    head = kv_head * GROUP + member
-    real = member < GROUP
+    head = kv_head * group + member
+    real = member < group
 
     length = tl.load(lengths + row)
     first, chunk = _share(length, window, grain, splits)
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, length)
-    if SPLIT:  # noqa: SIM102 (one is known when compiling, the other is not)
-        if begin >= end:
-            return
+    if (splits > 1) & (begin >= end):
+        return
 
     columns = tl.arange(0, PADDED)
-    cell = real[:, None] & (columns < HEAD_DIM)[None, :]
+    cell = real[:, None] & (columns < head_dim)[None, :]
     at = row * q_row + head[:, None] * q_head + columns[None, :]
     query, scale = as_operand(tl.load(queries + at, mask=cell, other=0.0), scale, DOT)
     slope = None
@@ -201,10 +204,12 @@ def _decode(
             ks_slot,
             vs_block,
             vs_slot,
+            head_dim,
+            block_bits,
             start,
             end,
             BLOCK_SIZE,
-            HEAD_DIM,
+            WHOLE,
             PADDED,
             TILE,
             True,
@@ -215,10 +220,10 @@ def _decode(
         )
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if SPLIT:
-        heads = tl.num_programs(0) // tl.cdiv(GROUP, ROWS) * GROUP
+    if splits > 1:
+        heads = tl.num_programs(0) // tl.cdiv(group, ROWS) * group
         part = (row * heads + head) * splits + split
-        tl.store(parts + part[:, None] * HEAD_DIM + columns[None, :], result, mask=cell)
+        tl.store(parts + part[:, None] * head_dim + columns[None, :], result, mask=cell)
         tl.store(weights + part, peak + tl.log2(total), mask=real)
     else:
         at = row * o_row + head[:, None] * o_head + columns[None, :]
@@ -230,9 +235,7 @@ def _share(
     length: tl.tensor, window: tl.tensor, grain: tl.tensor, splits: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """The first position a row sees, and how many of them each split takes."""
-    first = length * 0
-    if window is not None:
-        first = tl.maximum(length - window, 0)
+    first = tl.maximum(length - window, 0)
     chunk = tl.cdiv(tl.cdiv(length - first, splits), grain) * grain
     return first, chunk
 
@@ -242,60 +245,69 @@ def _share(
     do_not_specialize_on_alignment=["lengths"],
 )
 def _join(
-    parts: tl.tensor,  # [rows, heads, splits, HEAD_DIM] float32
+    parts: tl.tensor,  # [rows, heads, splits, head_dim] float32
     weights: tl.tensor,  # [rows, heads, splits] float32
     lengths: tl.tensor,  # [rows] int32
-    out: tl.tensor,  # [rows, heads, HEAD_DIM]
+    out: tl.tensor,  # [rows, heads, head_dim]
     window: tl.tensor,
     grain: tl.tensor,
     splits: tl.tensor,
+    head_dim: tl.tensor,
     o_row: tl.tensor,
     o_head: tl.tensor,
-    HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,  # splits up to a power of two
+    MOST: tl.constexpr,  # splits, up to a power of two
+    STEP: tl.constexpr,  # parts read together
 ) -> None:
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + row)
     first, chunk = _share(length, window, grain, splits)
-    split = tl.arange(0, SPLITS)
-    used = first + split * chunk < length
-    base = (row * tl.num_programs(0) + head) * splits + split
-    weight = tl.load(weights + base, mask=used, other=float("-inf"))
+    base = (row * tl.num_programs(0) + head) * splits
+    split = tl.arange(0, MOST)
+    weight = tl.load(
+        weights + base + split, mask=first + split * chunk < length, other=float("-inf")
+    )
     peak = tl.max(weight, 0)
-    weight = tl.exp2(weight - tl.where(peak == float("-inf"), 0.0, peak))
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp2(weight - shift), 0)
     columns = tl.arange(0, PADDED)
-    cell = used[:, None] & (columns < HEAD_DIM)[None, :]
-    part = tl.load(parts + base[:, None] * HEAD_DIM + columns[None, :], mask=cell, other=0.0)
-    total = tl.sum(weight, 0)
-    result = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    inside = columns < head_dim
+    acc = tl.zeros([PADDED], tl.float32)
+    for begin in tl.range(0, tl.cdiv(length - first, tl.maximum(chunk, 1)), STEP, num_stages=3):
+        each = begin + tl.arange(0, STEP)
+        used = first + each * chunk < length
+        share = tl.exp2(tl.load(weights + base + each, mask=used, other=float("-inf")) - shift)
+        at = (base + each)[:, None] * head_dim + columns[None, :]
+        part = tl.load(parts + at, mask=used[:, None] & inside[None, :], other=0.0)
+        acc += tl.sum(part * share[:, None], 0)
+    result = acc / tl.where(total > 0, total, 1.0)
     at = row * o_row + head * o_head + columns
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    rows: int  # of the query matrix
     tile: int  # positions per iteration
     num_warps: int
     num_stages: int
 
 
-def _meta(group: int, head_dim: int, stored_bytes: int, arch: str) -> _Meta:
+def _meta(head_dim: int, stored_bytes: int, arch: str) -> _Meta:
     """Sizes of a program: tiles of 16 KB, two of K and two of V, so that one pair is always on the way.
 
     A multiprocessor needs about 25 KB on the way to keep its share of an H200's memory busy (bandwidth x
     latency). Stages are counted from the load of a block id to the last product: of the five, a tile's ids
     and the tile itself take two each, which leaves the pipeliner two buffers. The 70 KB let two programs
-    share a multiprocessor of an A100 and three one of an H100; an MI300's compute unit has 64 KB.
+    share a multiprocessor of an A100 and three one of an H100; an MI300's compute unit has 64 KB. What is not
+    16 bits wide takes half of it: registers hold no more of float32, nor of what bytes become in them.
     """
-    rows = min(64, max(16, triton.next_power_of_2(group)))
     padded = max(16, triton.next_power_of_2(head_dim))
-    tile = max(16, min(128, 16384 // (padded * stored_bytes)))
+    size = 16384 if stored_bytes == 2 else 8192
+    tile = max(16, min(128, size // (padded * stored_bytes)))
     if arch.startswith("gfx"):
-        return _Meta(rows, min(tile, 64), 4, 3)
-    return _Meta(rows, tile, 4, 5)
+        return _Meta(min(tile, 64), 4, 3)
+    return _Meta(tile, 4, 5)
 
 
 def choose_splits(units: int, longest: int, slots: int) -> int:
@@ -342,8 +354,9 @@ def _calls(
     arguments, constants = common(queries, cache, tables, scale, options, scales)
     rows, heads, head_dim = queries.shape
     kv_heads, block_size = keys.shape[2], keys.shape[1]
-    meta = _meta(heads // kv_heads, head_dim, keys.dtype.itemsize, arch)
-    columns = kv_heads * -(-heads // kv_heads // meta.rows)
+    group = heads // kv_heads
+    meta = _meta(head_dim, keys.dtype.itemsize, arch)
+    columns = kv_heads * -(-group // _ROWS)
     grain = meta.tile
     if splits is None:
         longest = tables.shape[1] * block_size if longest is None else longest
@@ -351,25 +364,26 @@ def _calls(
             longest = min(longest, options.window)
         splits = choose_splits(rows * columns, longest, _slots(queries.device))
         grain = _GRAIN_SPLIT
-    parts = weights = None
-    if splits > 1:
-        parts = queries.new_empty((rows, heads, splits, head_dim), dtype=torch.float32)
-        weights = queries.new_empty((rows, heads, splits), dtype=torch.float32)
+    # Without splits too: a tensor or none would be two kinds of kernel.
+    whole = splits == 1
+    parts = queries.new_empty(0 if whole else (rows, heads, splits, head_dim), dtype=torch.float32)
+    weights = parts if whole else parts.new_empty((rows, heads, splits))
     shared: dict[str, Tensor | int | float | None] = {
         "lengths": lengths,
         "out": out,
         "parts": parts,
         "weights": weights,
-        "window": options.window,
+        "window": _NO_WINDOW if options.window is None else options.window,
         "grain": grain,
+        "head_dim": head_dim,
         "o_row": out.stride(0),
         "o_head": out.stride(1),
     }
     yield Call(
         _decode,
         (columns, rows, splits),
-        arguments | shared,
-        constants | {"ROWS": meta.rows, "TILE": meta.tile, "SPLIT": splits > 1},
+        arguments | shared | {"group": group},
+        constants | {"ROWS": _ROWS, "TILE": meta.tile},
         meta.num_warps,
         meta.num_stages,
     )
@@ -378,11 +392,7 @@ def _calls(
             _join,
             (heads, rows),
             shared | {"splits": splits},
-            {
-                "HEAD_DIM": head_dim,
-                "PADDED": constants["PADDED"],
-                "SPLITS": triton.next_power_of_2(splits),
-            },
+            {"PADDED": constants["PADDED"], "MOST": _MOST_SPLITS, "STEP": 16},
             num_warps=4,
             num_stages=1,
         )
@@ -390,24 +400,23 @@ def _calls(
 
 def launches(arch: str = "sm_90") -> Iterator[Launch]:
     """Every kind of launch `decode` makes on `arch`, for `cases` of models."""
-    for index, case in enumerate(cases()):
+    for case in cases():
         queries = torch.empty(64, case.heads, case.head_dim, dtype=case.dtype, device="meta")
         cache, scales = case.cache(), case.scales()
         tables = torch.empty(64, 128, dtype=torch.int32, device="meta")
         lengths = torch.empty(64, dtype=torch.int32, device="meta")
-        for splits in (1, 4) if index < 3 else (4,):
-            for call in _calls(
-                queries,
-                cache,
-                cache,
-                tables,
-                lengths,
-                case.head_dim**-0.5,
-                case.options(),
-                (scales, scales),
-                queries,
-                splits,
-                None,
-                arch,
-            ):
-                yield call.describe(f"{case}, {'split' if splits > 1 else 'whole'}")
+        for call in _calls(
+            queries,
+            cache,
+            cache,
+            tables,
+            lengths,
+            case.head_dim**-0.5,
+            case.options(),
+            (scales, scales),
+            queries,
+            2,
+            None,
+            arch,
+        ):
+            yield call.describe(str(case))

@@ -6,6 +6,7 @@ so what is compiled without a device is what runs on one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,6 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# For AMD, Triton makes another kind of each kernel for each mixture of tensors above and below 2 GiB, so that
+# small ones may be read with offsets of 32 bits. Offsets here are of 64: nothing is lost without.
+os.environ.setdefault("AMDGCN_USE_BUFFER_OPS", "0")
 
 INTERPRETER = "interpreter"
 _POINTED = {
@@ -45,6 +50,20 @@ class Launch:
     num_stages: int = 2
     note: str = ""
     aligned: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def key(self) -> str:
+        """The same for launches that one compiled kernel serves, on one architecture."""
+        return repr(
+            (
+                self.name,
+                sorted(self.signature.items()),
+                sorted((name, repr(value)) for name, value in self.constants.items()),
+                self.num_warps,
+                self.num_stages,
+                sorted(self.aligned),
+            )
+        )
 
 
 def architecture(device: torch.device) -> str:
@@ -91,8 +110,10 @@ class Call:
                 constants[name] = value
                 continue
             signature[name] = _type(value)
-            divisible = isinstance(value, int) and value % 16 == 0 and name not in varied
-            if divisible or (isinstance(value, Tensor) and name not in anywhere):
+            if isinstance(value, Tensor):
+                if name not in anywhere and _address(value) % 16 == 0:
+                    aligned.add(name)
+            elif isinstance(value, int) and value % 16 == 0 and name not in varied:
                 aligned.add(name)
         return Launch(
             self.function.fn.__name__.lstrip("_"),
@@ -106,10 +127,20 @@ class Call:
         )
 
 
+def _address(tensor: Tensor) -> int:
+    """Of its first element, modulo 16: memory of its own begins at a multiple of that."""
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
+
+
 def _exempt(function: Any, kind: str) -> frozenset[str]:
     """Parameters that a kernel, compiled or interpreted, keeps out of one kind of specialisation."""
     given = getattr(function, "kwargs", {}).get(kind) or getattr(function, kind, None)
     return frozenset(given or ())
+
+
+def short(dtype: torch.dtype) -> str:
+    """A type's name for a note: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _type(value: Tensor | int | float) -> str:

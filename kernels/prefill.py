@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.launch import Call, Launch, architecture
 from kernels.options import Options
-from kernels.tiles import LOG2E, Cache, as_operand, attend_tile, cases, common
+from kernels.tiles import LOG2E, VARIED, Cache, as_operand, attend_tile, cases, common
 
 
 def prefill(
@@ -83,7 +83,7 @@ def prefill(
 
 # What differs from step to step must not have Triton compile again in the middle of serving.
 @triton.jit(
-    do_not_specialize=["rows", "window", "table_row"],
+    do_not_specialize=[*VARIED, "rows", "group", "share", "window"],
     do_not_specialize_on_alignment=["tables", "starts", "lengths"],
 )
 def _prefill(
@@ -102,6 +102,8 @@ def _prefill(
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
     rows: tl.tensor,
+    group: tl.tensor,  # query heads of a KV head
+    share: tl.tensor,  # of these, a program's: all, or ROWS where there are more
     q_row: tl.tensor,
     q_head: tl.tensor,
     k_block: tl.tensor,
@@ -115,14 +117,14 @@ def _prefill(
     vs_block: tl.tensor,
     vs_slot: tl.tensor,
     table_row: tl.tensor,
+    head_dim: tl.tensor,
+    block_bits: tl.tensor,
     o_row: tl.tensor,
     o_head: tl.tensor,
-    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    WHOLE: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,  # of the query matrix
-    TOKENS: tl.constexpr,  # of a program: TOKENS * GROUP <= ROWS
     TILE: tl.constexpr,
     SEARCH: tl.constexpr,  # sequences looked at together
     EXPONENT: tl.constexpr,
@@ -130,34 +132,36 @@ def _prefill(
     DOT: tl.constexpr,
 ) -> None:
     # Longest first: a chunk's last tokens see the most, and the rest fills the gaps they leave.
-    share = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
-    row = _row(starts, rows, share, TOKENS, SEARCH)
+    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1) // tl.cdiv(group, share)
+    tokens = ROWS // share  # of a program
+    row = _row(starts, rows, chunk, tokens, SEARCH)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
-    skipped = (share - start // TOKENS - row) * TOKENS  # tokens of the row before this program's
+    skipped = (chunk - start // tokens - row) * tokens  # tokens of the row before this program's
     if skipped >= count:
         return
     length = tl.load(lengths + row)
     before = length - count + skipped  # positions before this program's first token
 
-    member = tl.arange(0, ROWS)
-    token = skipped + member // GROUP
-    head = kv_head * GROUP + member % GROUP
+    each = tl.arange(0, ROWS)
+    token = skipped + each // share
+    member = tl.program_id(1) % tl.cdiv(group, share) * share + each % share
+    head = kv_head * group + member
     own = length - count + token
-    real = (member < TOKENS * GROUP) & (token < count)
+    real = (each < tokens * share) & (token < count) & (member < group)
     columns = tl.arange(0, PADDED)
-    cell = real[:, None] & (columns < HEAD_DIM)[None, :]
+    cell = real[:, None] & (columns < head_dim)[None, :]
     place = (start + token).to(tl.int64)
     at = place[:, None] * q_row + head[:, None] * q_head + columns[None, :]
     query, scale = as_operand(tl.load(queries + at, mask=cell, other=0.0), scale, DOT)
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + head) * LOG2E
+        slope = tl.load(slopes + head, mask=real, other=0.0) * LOG2E
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
-        peak = tl.load(sinks + head) * LOG2E
+        peak = tl.load(sinks + head, mask=real, other=0.0) * LOG2E
         total += 1.0
     acc = tl.zeros([ROWS, PADDED], tl.float32)
     keys += kv_head * k_head
@@ -167,12 +171,12 @@ def _prefill(
     table = tables + row.to(tl.int64) * table_row
 
     # Positions in three parts: what the window hides from some tokens, what all see, the diagonal.
-    end = tl.minimum(before + TOKENS, length)
+    end = tl.minimum(before + tokens, length)
     begin = before * 0
     inner = begin
     if window is not None:
         begin = tl.maximum(before + 1 - window, 0)
-        inner = begin + tl.cdiv(tl.maximum(before + TOKENS - window, 0) - begin, TILE) * TILE
+        inner = begin + tl.cdiv(tl.maximum(before + tokens - window, 0) - begin, TILE) * TILE
     diagonal = inner + tl.maximum(before + 1 - inner, 0) // TILE * TILE
     for part in tl.static_range(3):
         if part != 0 or window is not None:
@@ -202,10 +206,12 @@ def _prefill(
                     ks_slot,
                     vs_block,
                     vs_slot,
+                    head_dim,
+                    block_bits,
                     first,
                     end,
                     BLOCK_SIZE,
-                    HEAD_DIM,
+                    WHOLE,
                     PADDED,
                     TILE,
                     part != 1,
@@ -224,17 +230,20 @@ def _prefill(
 def _row(
     starts: tl.tensor,
     rows: tl.tensor,
-    share: tl.tensor,
-    TOKENS: tl.constexpr,
+    chunk: tl.tensor,
+    tokens: tl.tensor,
     SEARCH: tl.constexpr,
 ) -> tl.tensor:
-    """The row of a program: row r owns those from starts[r] // TOKENS + r on, which is enough for each."""
-    row = share * 0 - 1
+    """The row of a program: row r owns those from starts[r] // tokens + r on, which is enough for each."""
+    row = chunk * 0 - 1
     for first in range(0, rows, SEARCH):
         each = first + tl.arange(0, SEARCH)
         start = tl.load(starts + each, mask=each < rows, other=0)
-        row += tl.sum(((each < rows) & (start // TOKENS + each <= share)).to(tl.int32), 0)
+        row += tl.sum(((each < rows) & (start // tokens + each <= chunk)).to(tl.int32), 0)
     return row
+
+
+_SHORT = 32  # rows of the query matrix for chunks that need no more: 8 tokens of 4 grouped heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +254,8 @@ class _Meta:
     num_stages: int
 
 
-def _meta(group: int, head_dim: int, element_bytes: int, longest: int, arch: str) -> _Meta:
-    """Sizes of a program, by what its registers and shared memory hold.
+def _kinds(head_dim: int, element_bytes: int, arch: str) -> tuple[_Meta, ...]:
+    """Sizes of a program, by what its registers and shared memory hold: for short chunks, then for others.
 
     128 rows let K and V cross from the L2 cache slowly enough for tensor cores to run at their rate: 64 rows
     would ask twice the bandwidth of it. Eight warps share sums that would not fit into the registers of four.
@@ -255,13 +264,18 @@ def _meta(group: int, head_dim: int, element_bytes: int, longest: int, arch: str
     """
     wide = max(16, triton.next_power_of_2(head_dim)) * element_bytes
     amd, ampere = arch.startswith("gfx"), arch.startswith("sm_8")
-    most, tile = (32, 16) if element_bytes == 4 else (128, min(128, 16384 // wide))
+    stages = 2 if amd else 5
+    if element_bytes == 4:
+        return (_Meta(_SHORT, 16, 4 if amd else 8, stages),)
+    most, tile = 128, min(128, 16384 // wide)
     if wide > 256 and (amd or ampere):
-        most = min(most, 64)
-    needed = max(16, triton.next_power_of_2(longest * group))
-    rows = max(min(most, needed), triton.next_power_of_2(group))
-    warps = 8 if rows == most and (rows == 128 or element_bytes == 4) and not amd else 4
-    return _Meta(rows, tile, warps, 2 if amd else 5)
+        most = 64
+    if ampere and wide >= 256:
+        tile //= 2
+    return (
+        _Meta(_SHORT, tile, 4, stages),
+        _Meta(most, tile, 4 if amd else 8, stages),
+    )
 
 
 def _call(
@@ -283,21 +297,26 @@ def _call(
     tokens, heads, head_dim = queries.shape
     rows, kv_heads = len(lengths), keys.shape[2]
     group = heads // kv_heads
-    meta = _meta(group, head_dim, cache.dtype.itemsize, longest, arch)
-    per_program = meta.rows // group
+    *shorter, meta = _kinds(head_dim, cache.dtype.itemsize, arch)
+    for kind in shorter:
+        if longest * group <= kind.rows:
+            meta = kind
+    share = min(group, meta.rows)
     return Call(
         _prefill,
-        (tokens // per_program + rows, kv_heads),
+        (tokens // (meta.rows // share) + rows, kv_heads * -(-group // share)),
         arguments
         | {
             "starts": starts,
             "lengths": lengths,
             "out": out,
             "rows": rows,
+            "group": group,
+            "share": share,
             "o_row": out.stride(0),
             "o_head": out.stride(1),
         },
-        constants | {"ROWS": meta.rows, "TOKENS": per_program, "TILE": meta.tile, "SEARCH": 256},
+        constants | {"ROWS": meta.rows, "TILE": meta.tile, "SEARCH": 256},
         meta.num_warps,
         meta.num_stages,
     )
@@ -305,10 +324,9 @@ def _call(
 
 def launches(arch: str = "sm_90") -> Iterator[Launch]:
     """Every kind of launch `prefill` makes on `arch`, for `cases` of models."""
-    for index, case in enumerate(cases()):
+    for case in cases():
         cache, scales = case.cache(), case.scales()
-        sizes = ((2048, "prompts"), (4, "short chunks"))
-        for tokens, note in sizes if index < 3 else sizes[:1]:
+        for tokens, note in ((2048, "prompts"), (2, "short chunks")):
             queries = torch.empty(
                 tokens, case.heads, case.head_dim, dtype=case.dtype, device="meta"
             )

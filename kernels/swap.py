@@ -47,28 +47,31 @@ def scatter_blocks(buffer: Tensor, blocks: Tensor, cache: Tensor) -> None:
     _move(cache, blocks, buffer, False)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride", "num_blocks", "count"],
+    do_not_specialize_on_alignment=["blocks"],
+)
 def _swap(
-    cache: tl.tensor,  # [layers, num_blocks, WORDS] int32
-    buffer: tl.tensor,  # [layers, count, WORDS] int32
+    cache: tl.tensor,  # [layers, num_blocks, words] int32
+    buffer: tl.tensor,  # [layers, count, words] int32
     blocks: tl.tensor,  # [count]
     stride: tl.tensor,  # elements from one id to the next
     num_blocks: tl.tensor,
     count: tl.tensor,
-    WORDS: tl.constexpr,  # of one block in one layer
+    words: tl.tensor,  # of one block in one layer
     CHUNK: tl.constexpr,
     OUT: tl.constexpr,  # from cache to buffer, not the other way
 ) -> None:
     """A chunk of one block in one layer."""
-    CHUNKS: tl.constexpr = (WORDS + CHUNK - 1) // CHUNK
-    index = tl.program_id(0) // CHUNKS
-    word = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
-    inside = word < WORDS
+    chunks = tl.cdiv(words, CHUNK)
+    index = tl.program_id(0) // chunks
+    word = tl.program_id(0) % chunks * CHUNK + tl.arange(0, CHUNK)
+    inside = word < words
     layer = tl.program_id(1).to(tl.int64)
     in_cache = (
-        cache + (layer * num_blocks + tl.load(blocks + index * stride).to(tl.int64)) * WORDS + word
+        cache + (layer * num_blocks + tl.load(blocks + index * stride).to(tl.int64)) * words + word
     )
-    in_buffer = buffer + (layer * count + index) * WORDS + word
+    in_buffer = buffer + (layer * count + index) * words + word
     if OUT:
         tl.store(in_buffer, tl.load(in_cache, mask=inside), mask=inside)
     else:
@@ -103,8 +106,9 @@ def _call(cache: Tensor, blocks: Tensor, buffer: Tensor, out: bool) -> Call:
             "stride": blocks.stride(0),
             "num_blocks": num_blocks,
             "count": len(blocks),
+            "words": words,
         },
-        {"WORDS": words, "CHUNK": CHUNK, "OUT": out},
+        {"CHUNK": CHUNK, "OUT": out},
         num_warps=WARPS,
         num_stages=1,
     )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import fp8
-from kernels.launch import Call, Launch
+from kernels.launch import Call, Launch, short
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The largest number each quantised type holds: a head is scaled so that its largest value becomes this."""
@@ -67,25 +67,25 @@ def write_kv(
         ).run()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "group"])
 def _write_kv(
     queries: tl.tensor,  # [tokens, heads, HEAD_DIM], changed in place
-    new_keys: tl.tensor,  # [tokens, KV_HEADS, HEAD_DIM]
-    new_values: tl.tensor,  # [tokens, KV_HEADS, HEAD_DIM]
-    keys: tl.tensor,  # [num_blocks * block_size, KV_HEADS, HEAD_DIM]
-    values: tl.tensor,  # [num_blocks * block_size, KV_HEADS, HEAD_DIM]
+    new_keys: tl.tensor,  # [tokens, kv_heads, HEAD_DIM]
+    new_values: tl.tensor,  # [tokens, kv_heads, HEAD_DIM]
+    keys: tl.tensor,  # [num_blocks * block_size, kv_heads, HEAD_DIM]
+    values: tl.tensor,  # [num_blocks * block_size, kv_heads, HEAD_DIM]
     slots: tl.tensor,  # [tokens] int64
     cos: tl.tensor,  # [tokens, HEAD_DIM / 2] float32, or None
     sin: tl.tensor,  # [tokens, HEAD_DIM / 2] float32, or None
-    key_scales: tl.tensor,  # [num_blocks * block_size, KV_HEADS] float32, or None
-    value_scales: tl.tensor,  # [num_blocks * block_size, KV_HEADS] float32, or None
+    key_scales: tl.tensor,  # [num_blocks * block_size, kv_heads] float32, or None
+    value_scales: tl.tensor,  # [num_blocks * block_size, kv_heads] float32, or None
     q_token: tl.tensor,  # elements from one token to the next
     k_token: tl.tensor,
     v_token: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of one KV head
+    kv_heads: tl.tensor,
+    group: tl.tensor,  # query heads of one KV head
     HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,  # GROUP up to a power of two
+    ROWS: tl.constexpr,  # query heads turned together
     HALF: tl.constexpr,  # HEAD_DIM / 2 up to a power of two
     LARGEST_VALUE: tl.constexpr,  # of a quantised cache
     FP8: tl.constexpr,  # the cache holds the bits of float8_e4m3fn
@@ -109,16 +109,18 @@ def _write_kv(
             c = tl.load(cos + at, mask=inside, other=0)
             s = tl.load(sin + at, mask=inside, other=0)
             low, high = low * c - high * s, high * c + low * s
-            row = tl.arange(0, ROWS)[:, None]
-            each = (row < GROUP) & inside[None, :]
-            at = queries + token * q_token + (kv_head * GROUP + row) * HEAD_DIM + dims[None, :]
-            first = tl.load(at, mask=each, other=0).to(tl.float32)
-            second = tl.load(at + HALF_DIM, mask=each, other=0).to(tl.float32)
-            turned = first * c[None, :] - second * s[None, :]
-            tl.store(at, turned.to(at.dtype.element_ty), mask=each)
-            turned = second * c[None, :] + first * s[None, :]
-            tl.store(at + HALF_DIM, turned.to(at.dtype.element_ty), mask=each)
-        head = slot * KV_HEADS + kv_head
+            for start in range(0, group, ROWS):
+                member = start + tl.arange(0, ROWS)[:, None]
+                each = (member < group) & inside[None, :]
+                row = kv_head * group + member
+                place = queries + token * q_token + row * HEAD_DIM + dims[None, :]
+                first = tl.load(place, mask=each, other=0).to(tl.float32)
+                second = tl.load(place + HALF_DIM, mask=each, other=0).to(tl.float32)
+                turned = first * c[None, :] - second * s[None, :]
+                tl.store(place, turned.to(place.dtype.element_ty), mask=each)
+                turned = second * c[None, :] + first * s[None, :]
+                tl.store(place + HALF_DIM, turned.to(place.dtype.element_ty), mask=each)
+        head = slot * kv_heads + kv_head
         at = keys + head * HEAD_DIM + dims
         _store(low, high, inside, at, key_scales, head, HALF_DIM, LARGEST_VALUE, FP8)
         at = values + head * HEAD_DIM + dims
@@ -166,7 +168,8 @@ def _call(
 ) -> Call:
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[2]
-    rows = triton.next_power_of_2(heads // kv_heads)
+    group = heads // kv_heads
+    rows = 1 if cos is None else (2 if group <= 2 else 8)
     half = triton.next_power_of_2(head_dim // 2)
     is_fp8 = keys.dtype == torch.float8_e4m3fn
     return Call(
@@ -187,10 +190,10 @@ def _call(
             "q_token": queries.stride(0),
             "k_token": new_keys.stride(0),
             "v_token": new_values.stride(0),
+            "kv_heads": kv_heads,
+            "group": group,
         },
         {
-            "KV_HEADS": kv_heads,
-            "GROUP": heads // kv_heads,
             "HEAD_DIM": head_dim,
             "ROWS": rows,
             "HALF": half,
@@ -198,7 +201,7 @@ def _call(
             "FP8": is_fp8,
         },
         # 512 values of the queries' tile to a warp: 16 to a thread.
-        num_warps=min(8, max(1, 2 * half * (1 if cos is None else rows) // 512)),
+        num_warps=min(8, max(1, 2 * half * rows // 512)),
         num_stages=1,
     )
 
@@ -268,20 +271,21 @@ def _check(
 
 
 def launches(arch: str = "sm_90") -> Iterator[Launch]:
-    """Every kind of launch `write_kv` makes, the same on every `arch`, with the sizes of real models."""
-    bf16, fp16 = torch.bfloat16, torch.float16
-    for note, heads, kv_heads, head_dim, dtype, stored, turned in (
-        ("Llama 3 8B, bfloat16", 32, 8, 128, bf16, bf16, True),
-        ("Llama 3 8B, bfloat16 over int8", 32, 8, 128, bf16, torch.int8, True),
-        ("Llama 3 8B, bfloat16 over float8", 32, 8, 128, bf16, torch.float8_e4m3fn, True),
-        ("Llama 3 8B, float32", 32, 8, 128, torch.float32, torch.float32, True),
-        ("SmolLM2 135M, float16", 9, 3, 64, fp16, fp16, True),
-        ("Phi 2, float16", 32, 32, 80, fp16, fp16, True),
-        ("Phi 3 mini, bfloat16 over int8", 32, 32, 96, bf16, torch.int8, True),
-        ("Gemma 2 9B, bfloat16", 16, 8, 256, bf16, bf16, True),
-        ("Falcon 7B, bfloat16", 71, 1, 64, bf16, bf16, True),
-        ("Bloom 7B, float16, not rotated", 32, 32, 128, fp16, fp16, False),
-    ):
+    """Every kind of launch `write_kv` makes, the same on every `arch`.
+
+    First what a runner launches, by types, sizes of heads and groups, rotated or not; then other types once.
+    """
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    kinds = [
+        (group, head_dim, dtype, dtype, turned)
+        for dtype in (bf16, fp32)
+        for head_dim in (64, 80, 96, 128, 256)
+        for group, turned in ((4, True), (1, True), (4, False))
+    ]
+    kinds += [(4, 128, fp16, fp16, True), (1, 128, fp16, fp16, False)]
+    kinds += [(4, 128, bf16, stored, True) for stored in LARGEST]
+    for group, head_dim, dtype, stored, turned in kinds:
+        kv_heads, heads = 8, 8 * group
         with torch.device("meta"):
             fused = torch.empty(64, heads + 2 * kv_heads, head_dim, dtype=dtype)
             cache = torch.empty(1024, 16, kv_heads, head_dim, dtype=stored)
@@ -289,6 +293,8 @@ def launches(arch: str = "sm_90") -> Iterator[Launch]:
             angles = torch.empty(64, head_dim // 2) if turned else None
             scales = torch.empty(1024, 16, kv_heads) if stored in LARGEST else None
         queries, keys, values = torch.split(fused, [heads, kv_heads, kv_heads], dim=1)
+        note = f"{short(dtype)}{'' if stored == dtype else f' over {short(stored)}'}"
+        note += f", {heads}/{kv_heads} heads of {head_dim}{'' if turned else ', not rotated'}"
         yield _call(
             queries, keys, values, cache, cache, slots, angles, angles, scales, scales
         ).describe(note)
