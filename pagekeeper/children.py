@@ -22,7 +22,7 @@ LEFTOVERS = (
 
 _FOR_EXECUTOR = (
     "model", "served_model_name", "device", "dtype", "kv_memory", "num_blocks", "block_size",
-    "max_model_len", "max_step_tokens", "kernels", "weights",
+    "max_model_len", "max_step_tokens", "kernels", "weights", "cuda_graphs", "gpu_memory_share",
 )  # fmt: skip
 
 

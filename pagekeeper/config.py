@@ -53,7 +53,11 @@ class UpConfig:
     weights: Literal["auto", "plain", "file", "int8", "w8a8"] | None = flag(
         None, "how the native step holds weights"
     )
+    cuda_graphs: bool | None = flag(None, "record steps that only decode (on a GPU)")
     kv_memory: Size | None = flag(None, "memory of the KV pool")
+    gpu_memory_share: float | None = flag(
+        None, "share of a GPU's memory to use, all in all", least=0.01, most=1
+    )
     num_blocks: int | None = flag(None, "blocks of the KV pool, instead of --kv-memory", least=1)
     block_size: int | None = flag(None, "token slots per block", least=1, most=1024)
     max_model_len: int | None = flag(None, "longest prompt and output together, in tokens", least=1)

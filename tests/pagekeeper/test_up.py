@@ -224,10 +224,13 @@ def test_an_unknown_flag_is_one_line_with_the_likely_one(
 
 
 def test_only_what_was_given_is_handed_to_children(run_dir: Path) -> None:
-    given = UpConfig(run_dir=run_dir, model="m", kv_memory=Size(1 << 30), block_size=8)
+    given = UpConfig(
+        run_dir=run_dir, model="m", kv_memory=Size(1 << 30), block_size=8, cuda_graphs=False
+    )
     memd, executor, gateway = specs(given)
     assert " ".join(executor.argv[3:]) == (
-        f"--run-dir {run_dir} --model m --kv-memory 1GiB --block-size 8 --drain-seconds 5.0"
+        f"--run-dir {run_dir} --model m --kv-memory 1GiB --block-size 8 --cuda-graphs False "
+        "--drain-seconds 5.0"
     )
     assert memd.argv[3:] == ("--run-dir", str(run_dir), "--admin-port", "9100")
     assert "--host" in gateway.argv
