@@ -353,12 +353,24 @@ def _pool(config: Config, loaded: LoadedModel, runner: AnyRunner) -> PoolSpec:
 
 
 def _bounds(config: Config, loaded: LoadedModel, runner: AnyRunner) -> Bounds:
-    """What requests may ask for."""
-    context = loaded.card.context_length
+    """What requests may ask for. What was not to be expected of the settings is told."""
+    blocks = runner.kv.num_blocks - 1
+    most, asked = min(loaded.card.context_length, MAX_CONTEXT), config.max_model_len
+    if asked and asked > most:
+        log.warning("--max-model-len %d is more than the model's %d, which counts", asked, most)
+    context = min(most, asked or most)
+    if (room := blocks * config.block_size) < context:
+        log.warning(
+            "K and V of %d tokens fit, for all requests together; the model's context of %d needs "
+            "--kv-memory %dMiB",
+            room,
+            context,
+            -(-context * runner.block_bytes // config.block_size >> 20) + 1,
+        )
     return Bounds(
         block_size=config.block_size,
-        blocks=runner.kv.num_blocks - 1,
-        context=min(context, config.max_model_len or context, MAX_CONTEXT),
+        blocks=blocks,
+        context=context,
         vocab=loaded.card.vocab_size,
         end_ids=loaded.card.eos_ids,
         step_tokens=config.max_step_tokens,

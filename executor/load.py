@@ -129,7 +129,9 @@ def _load_folder(
     on_progress("reading the config", 0.0)
     raw = read_json(folder / "config.json")
     if not raw:
-        raise BadModel(f"{folder} has no config.json")
+        raise BadModel(
+            f"{folder} has no config.json: give a folder with one and safetensors beside it, or a GGUF file"
+        )
     config = ModelConfig.from_json(raw)
     files = weight_files(folder)
     decoder = Decoder(config, dtype, device)

@@ -249,6 +249,7 @@ class _Launch:
             {
                 **({"model": named[0]} if named else {}),  # it may be left out
                 "messages": [{"role": "user", "content": "Tell me a short story."}],
+                "max_tokens": 200,  # a small model may go on for ever
                 "stream": True,
             }
         ).decode()

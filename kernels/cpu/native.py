@@ -128,12 +128,19 @@ pack_draw = struct.Struct("=qqdddd").pack  # one of them
 
 
 def huge(nbytes: int) -> Bytes:
-    """Zeroed memory, taken from the system page by page as it is written; huge pages if it is large."""
+    """Zeroed memory, taken from the system page by page as it is written; huge pages if it is large.
+
+    Raises:
+        MemoryError: the system does not promise so much.
+    """
     if nbytes < _HUGE:
         room = np.zeros(nbytes + _LINE, np.uint8)
         skipped = -room.ctypes.data % _LINE
         return room[skipped : skipped + nbytes]
-    pages = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no {nbytes / 2**30:.1f} GiB to give") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(pages, np.uint8)
