@@ -117,8 +117,13 @@ def _limit(bounds: Bounds, prompt: int, max_tokens: int, choices: int) -> int:
     if needed > bounds.blocks:
         raise Refused(
             Code.NEVER_FITS,
-            f"a prompt of {prompt} tokens with {choices} choices of up to {max(max_tokens, 1)} "
-            f"tokens needs {needed} KV blocks of {bounds.block_size} tokens, but the whole pool has "
-            f"{bounds.blocks}: shorten the request, or start the server with more --kv-memory",
+            f"a prompt of {_counted(prompt, 'token')} with {_counted(choices, 'choice')} of up to "
+            f"{_counted(max(max_tokens, 1), 'token')} needs {needed} KV blocks of "
+            f"{bounds.block_size} tokens, but the whole pool has {bounds.blocks}: shorten "
+            "the request, or start the server with more --kv-memory",
         )
     return max_tokens or most_new_tokens(bounds, prompt, choices)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

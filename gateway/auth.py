@@ -23,7 +23,7 @@ TENANT = web.RequestKey("tenant", str)  # goes to the executor: prefix hits neve
 KEY_ID = web.RequestKey("key_id", str)  # whose limits count; "" without API keys
 
 # The chat page is public because it is where a person types the key; it holds no data.
-PUBLIC = frozenset({"/", "/health", "/v1/health", "/ready", "/version"})
+PUBLIC = frozenset({"/", "/health", "/v1/health", "/ready", "/version", "/favicon.ico"})
 
 _PLAIN_KEY = re.compile(r"[\x21-\x7e]+")
 _HASHED_KEY = re.compile(r"sha256:([0-9a-fA-F]{64})")

@@ -30,6 +30,7 @@ from gateway.openai import (
     UsageChunk,
 )
 from gateway.parameters import (
+    Asked,
     check_tokens,
     encode,
     estimate_tokens,
@@ -149,11 +150,15 @@ def _refuse_unsupported(body: ChatRequest) -> None:
 
 def _job(body: ChatRequest, model: Model, prompt: list[int], tenant: str) -> Job:
     check_tokens(prompt, model, "messages")
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    asked = (
+        Asked(body.max_tokens)
+        if body.max_completion_tokens is None
+        else Asked(body.max_completion_tokens, "max_completion_tokens")
+    )
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    max_tokens = fit(len(prompt), asked, model, "messages")
+    max_tokens = fit([len(prompt)], body.n or 1, asked, model, "messages")
     return Job(
         prompts=[prompt],
         echoes=[""],

@@ -28,6 +28,7 @@ from gateway.openai import (
     UsageChunk,
 )
 from gateway.parameters import (
+    Asked,
     check_tokens,
     encode,
     estimate_tokens,
@@ -146,9 +147,10 @@ async def _prepare(body: CompletionRequest, model: Model, prompt: str | list[int
 
 
 def _job(body: CompletionRequest, model: Model, prompts: Sequence[_Prompt], tenant: str) -> Job:
-    # All prompts share one set of parameters, so the longest prompt says how much fits.
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    max_tokens = fit(longest, body.max_tokens, model, "prompt", _DEFAULT_MAX_TOKENS)
+    # All prompts share one set of parameters, so the one with the least room says how much fits.
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    asked = Asked(body.max_tokens)
+    max_tokens = fit(lengths, body.n or 1, asked, model, "prompt", _DEFAULT_MAX_TOKENS)
     logprobs = -1 if body.logprobs is None else body.logprobs
     return Job(
         prompts=[prompt.tokens for prompt in prompts],

@@ -214,7 +214,9 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         raise ConnectionResetError("the response has started")
     if (metrics := request.app.get(METRICS)) is not None:
         metrics.on_error(error.code or str(error.status))
-    log.info("refused request=%s status=%d: %s", request_id, error.status, error.message)
+    # The client was told, and metrics count it: a client's mistakes need not fill the server's log.
+    level = logging.INFO if error.status >= 500 else logging.DEBUG
+    log.log(level, "refused request=%s status=%d: %s", request_id, error.status, error.message)
     return error_response(error)
 
 
@@ -260,7 +262,8 @@ def too_large(request: web.BaseRequest) -> ApiError:
     limit += " bytes" if limit.isdigit() else ""
     return ApiError(
         413,
-        f"The request body is larger than {limit}; send a shorter prompt or raise --max-body.",
+        f"The request body is larger than {limit}; send a shorter prompt or raise "
+        "--max-body (GATEWAY_MAX_BODY).",
         code="body_too_large",
         headers={hdrs.CONNECTION: "close"},
     )

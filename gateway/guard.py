@@ -247,7 +247,7 @@ class _Door:
             errors.from_refusal(
                 Code.OVERLOADED,
                 f"This server has its {self.limit} connections in use; retry later "
-                "(--max-connections).",
+                "(--max-connections, GATEWAY_MAX_CONNECTIONS).",
             )
         )
 

@@ -96,7 +96,8 @@ class Admission:
             raise ApiError(
                 429,
                 f"This API key has {counted(self._per_key[key], 'request')} in progress and may have "
-                f"{limits.per_key_requests}; wait for one to finish (--per-key-requests).",
+                f"{limits.per_key_requests}; wait for one to finish "
+                "(--per-key-requests, GATEWAY_PER_KEY_REQUESTS).",
                 type="rate_limit_error",
                 code="rate_limit_exceeded",
                 retry_after=1,
@@ -105,7 +106,7 @@ class Admission:
             raise from_refusal(
                 Code.OVERLOADED,
                 f"The server has {counted(self.requests, 'request')} in progress and takes "
-                f"{limits.max_requests}; retry later (--max-requests).",
+                f"{limits.max_requests}; retry later (--max-requests, GATEWAY_MAX_REQUESTS).",
             )
         waiting = self.queued_tokens
         # A prompt larger than the whole bound is let in when nothing waits, else it never would be.
@@ -113,7 +114,8 @@ class Admission:
             raise from_refusal(
                 Code.OVERLOADED,
                 f"{waiting} prompt tokens wait already; with the {prompt_tokens} of this request "
-                f"they exceed {limits.max_queued_tokens}; retry later (--max-queued-tokens).",
+                f"they exceed {limits.max_queued_tokens}; retry later "
+                "(--max-queued-tokens, GATEWAY_MAX_QUEUED_TOKENS).",
             )
         self.requests += 1
         self.queued_tokens += prompt_tokens

@@ -68,6 +68,7 @@ _SHAPES: dict[tuple[str, str], Shape] = {
         openai.TextCompletion, openai.CompletionRequest, streams=True, problems=_GENERATION_PROBLEMS
     ),
 }
+_UNLISTED = frozenset({"/favicon.ico"})  # browsers ask for it; nobody else has a use for it
 _PROBES = frozenset({"/health", "/v1/health", "/ready"})  # a 503 of theirs is their own answer
 
 
@@ -103,6 +104,8 @@ def _paths(app: web.Application, guarded: bool) -> dict[str, dict[str, Any]]:
         if route.resource is None or route.method in (hdrs.METH_HEAD, hdrs.METH_OPTIONS):
             continue
         path = route.resource.canonical
+        if path in _UNLISTED:
+            continue
         operation = _operation(route, path)
         public = path in PUBLIC or (path == "/metrics" and app[CONFIG].public_metrics)
         if guarded and public:

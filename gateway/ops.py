@@ -52,7 +52,7 @@ def stuck(app: web.Application) -> str:
     names = ", ".join(link.name for link in connected)
     return (
         f"{names}: no engine step finished for {min(ages):.1f} s although work is pending "
-        f"(limit {limit:g} s, --stuck-seconds)"
+        f"(limit {limit:g} s, --stuck-seconds, GATEWAY_STUCK_SECONDS)"
     )
 
 
@@ -103,6 +103,11 @@ async def show_docs(request: web.Request) -> web.Response:
     return _page(docs.render(openapi.document(request.app, version())))
 
 
+async def no_icon(request: web.Request) -> web.Response:
+    """Browsers ask for one beside any page; those of ours that have one hold it themselves."""
+    return web.Response(status=204, headers={hdrs.CACHE_CONTROL: "max-age=86400"})
+
+
 async def show_chat(request: web.Request) -> web.Response:
     """A chat page."""
     return _page(_chat_page())
@@ -146,4 +151,5 @@ routes = (
     web.get("/version", show_version),
     web.get("/openapi.json", show_openapi),
     web.get("/docs", show_docs),
+    web.get("/favicon.ico", no_icon),
 )

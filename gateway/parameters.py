@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gateway.engine import Engine
 from gateway.errors import ApiError, counted, from_refusal
@@ -83,16 +84,31 @@ def _outside(token: int, model: Model, param: str) -> ApiError:
     )
 
 
-def fit(prompt_tokens: int, asked: int | None, model: Model, param: str, default: int = 0) -> int:
-    """Tokens that may be generated.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How many tokens the client wants, and the field it said so in."""
+
+    tokens: int | None
+    param: str = "max_tokens"
+
+
+def fit(
+    prompts: Sequence[int], choices: int, asked: Asked, model: Model, param: str, default: int = 0
+) -> int:
+    """Tokens that may be generated after each of `prompts`, which are lengths.
+
+    Without a wish of the client: `default`, or as many as context and KV pool hold where that is fewer
+    or 0. A wish beyond the pool is the executor's to refuse, as is a prompt that leaves no room there.
 
     Args:
-        asked: by the client; None: `default`, or as many as fit where that is fewer or 0.
+        choices: after each prompt.
+        param: where the prompts are.
 
     Raises:
         ApiError: 400 when prompt and output together exceed the context, naming both.
     """
     context = model.card.context_length
+    prompt_tokens = max(prompts)
     room = context - prompt_tokens
     if room < 1:
         raise ApiError(
@@ -102,18 +118,19 @@ def fit(prompt_tokens: int, asked: int | None, model: Model, param: str, default
             code="context_length_exceeded",
             param=param,
         )
-    if asked is None:
-        return min(default or room, room)
-    if asked > room:
+    most = max(1, min(model.room(prompt, choices) for prompt in prompts))
+    if asked.tokens is None:
+        return min(default or most, most)
+    if asked.tokens > room:
         raise ApiError(
             400,
-            f"The prompt has {counted(prompt_tokens, 'token')} and {asked} more are asked for, "
-            f"{prompt_tokens + asked} in all, but the model's context is {context} tokens; shorten "
-            f"the prompt or ask for at most {room}.",
+            f"The prompt has {counted(prompt_tokens, 'token')} and {asked.tokens} more are asked for, "
+            f"{prompt_tokens + asked.tokens} in all, but the model's context is {context} tokens; shorten "
+            f"the prompt or ask for at most {most}.",
             code="context_length_exceeded",
-            param=param,
+            param=asked.param,
         )
-    return asked
+    return asked.tokens
 
 
 def stop_strings(request: GenerationRequest) -> list[str]:

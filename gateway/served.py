@@ -19,6 +19,17 @@ class Model:
     template: ChatTemplate | None  # None: it has no chat template
     meaning: bytes  # equal for executors whose token ids and chats mean the same
 
+    def room(self, prompt: int, choices: int) -> int:
+        """Tokens each choice can generate before the context or the KV pool ends; 0 or less: none.
+
+        The sum of `most_new_tokens` in `executor/accept.py`, by which requests are admitted: choices
+        share the prompt's full blocks.
+        """
+        size = self.card.block_size
+        shared = prompt // size
+        each = (self.card.pool_tokens // size - shared) // choices + shared
+        return min(self.card.context_length, each * size) - prompt
+
 
 def build_model(card: ModelCard) -> Model:
     """Takes a while for a large tokenizer: not to be called on the loop.

@@ -13,7 +13,7 @@ from gateway.config import GatewayConfig, load_config
 from tests.gateway.front import CHAT, Answer, build, call, exchange, listening, parse
 
 KEYED = ["--api-keys", "alpha,beta"]
-PUBLIC_PATHS = {"/", "/health", "/v1/health", "/ready", "/version"}
+PUBLIC_PATHS = {"/", "/health", "/v1/health", "/ready", "/version", "/favicon.ico"}
 
 
 def configured(*argv: str) -> GatewayConfig:

@@ -6,11 +6,13 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai import AsyncStream
 from openai.types.chat import ChatCompletionChunk
 
+from executor.accept import Bounds, accept
 from gateway.chat import ChatChunks
 from gateway.choice import Piece
 from gateway.engine import ENGINE
@@ -333,6 +335,51 @@ def test_without_max_tokens_the_rest_of_the_context_is_allowed() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 16])
+@pytest.mark.parametrize("blocks", [8, 20, 31])
+def test_without_max_tokens_a_pool_smaller_than_the_context_gives_what_it_holds(
+    n: int, blocks: int
+) -> None:
+    """As much as the executor admits, and not one token more; it refuses a prompt that leaves nothing."""
+    bounds = Bounds(block_size=16, blocks=blocks, context=2048, vocab=2**31)
+
+    def admitted(submit: Submit, limit: int) -> bool:
+        sampling = msgspec.structs.replace(submit.sampling, max_tokens=limit)
+        changed = msgspec.structs.replace(submit, sampling=sampling)
+        try:
+            accept(bounds, changed, peer=b"", order=(0, 0), deadline=None)
+        except Refused as refused:
+            return refused.code is not Code.NEVER_FITS
+        return True
+
+    async def test() -> None:
+        async with serve(card=make_card(pool_tokens=blocks * 16)) as served:
+            for words in range(0, 60, 7):
+                messages = [{"role": "user", "content": "Hi " * words}]
+                status, _ = await served.post(URL, {"messages": messages, "n": n})
+                assert status == 200
+                submit = served.executor.submits[-1]
+                most = submit.sampling.max_tokens
+                assert not admitted(submit, most + 1)
+                assert admitted(submit, most) or most == 1
+
+    run(test())
+
+
+def test_a_limit_beyond_the_pool_goes_to_the_executor_as_asked_for() -> None:
+    async def test() -> None:
+        async with serve(card=make_card(pool_tokens=160)) as served:
+            await served.post(URL, {"messages": HI, "max_tokens": 900})
+            assert served.executor.submits[0].sampling.max_tokens == 900
+            _, answer = await served.post(URL, {"messages": HI, "max_tokens": 9000})
+            prompt = len(served.executor.submits[0].tokens) // 4
+            assert (
+                f"at most {160 - prompt}." in answer["error"]["message"]
+            )  # not the context's rest
+
+    run(test())
+
+
 def test_two_requests_with_the_same_id_of_the_clients_get_their_own_text() -> None:
     texts = {1: "the first of two", 2: "another text"}
 
@@ -439,6 +486,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 2048}, "max_tokens"),
+    ({"max_completion_tokens": 2048, "max_tokens": 1}, "max_completion_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ({"seed": 2**63}, "seed"),
     ({"stop": ""}, "stop"),

@@ -229,8 +229,21 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": "the " * 4000}, "prompt"),
     ({"prompt": [5] * 2048}, "prompt"),
-    ({"prompt": [5] * 2040, "max_tokens": 9}, "prompt"),
+    ({"prompt": [5] * 2040, "max_tokens": 9}, "max_tokens"),
 ]
+
+
+def test_without_max_tokens_the_prompt_with_the_least_room_says_how_much_fits() -> None:
+    async def test() -> None:
+        # Of 6 blocks, 2 choices of 16 tokens share 1 and get 2 more each; of 15 tokens they get 3 each.
+        async with serve(card=make_card(pool_tokens=6 * 16)) as served:
+            for lengths, most in [([80], 16), ([90], 6), ([88, 20], 8), ([20], 16)]:
+                prompts = [[5] * length for length in lengths]
+                status, _ = await served.post(URL, {"prompt": prompts})
+                assert status == 200
+                assert served.executor.submits[-1].sampling.max_tokens == most
+
+    run(test())
 
 
 def test_a_request_at_fault_is_refused_and_the_next_one_works() -> None:

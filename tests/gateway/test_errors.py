@@ -91,6 +91,16 @@ def test_an_unexpected_exception_is_a_500_without_details_found_by_its_request_i
     assert any("mine-1" in record.getMessage() for record in caplog.records)
 
 
+def test_the_log_tells_of_the_servers_faults_and_not_of_its_clients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        ask(("GET", "/nothing"), ("POST", "/v1/chat/completions", b"{"), ("GET", "/favicon.ico"))
+        assert not [record for record in caplog.records if record.name.startswith("gateway")]
+        ask(("POST", "/crash"))
+    assert any("status=500" in record.getMessage() for record in caplog.records)
+
+
 def test_after_the_first_byte_a_failure_cuts_the_connection_and_adds_no_second_response() -> None:
     config = load_config([], {})
 
@@ -146,6 +156,7 @@ def test_what_aiohttp_refuses_by_itself_has_the_same_body() -> None:
     assert method.headers["allow"] == "POST"
     assert (large.status, large.error["code"]) == (413, "body_too_large")
     assert "1KiB" in large.error["message"]
+    assert "--max-body (GATEWAY_MAX_BODY)" in large.error["message"]
     assert expect.status == 417
     assert expect.error["type"] == "invalid_request_error"
 

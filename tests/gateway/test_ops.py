@@ -29,6 +29,11 @@ def get(path: str, engine: FakeEngine | None = None, drain: bool = False) -> Ans
     return asyncio.run(run())
 
 
+def test_a_browser_that_asks_for_an_icon_is_told_that_there_is_none() -> None:
+    answer = get("/favicon.ico")
+    assert (answer.status, answer.body) == (204, b"")
+
+
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
 @pytest.mark.parametrize(
     ("ages", "well"),
@@ -108,7 +113,7 @@ def test_the_api_document_lists_every_route_and_its_schemas_are_sound(tmp_path: 
         if route.resource is not None and route.method not in ("HEAD", "OPTIONS")
     }
     listed = {(method, path) for path, item in document["paths"].items() for method in item}
-    assert listed == served
+    assert listed == served - {("get", "/favicon.ico")}
 
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
