@@ -226,7 +226,7 @@ def _runner(config: Config, loaded: LoadedModel, server: Server) -> AnyRunner:
         measured = kind is not Runner and device.type == "cuda"
         num_blocks = _num_blocks(config, loaded, dtype, measured=measured)
         if num_blocks is None:
-            enough = -(-config.max_step_tokens // config.block_size) + 1
+            enough = -(-config.step_tokens // config.block_size) + 1
             num_blocks = measured_blocks(probe, enough, device, config.gpu_memory_share)
             if num_blocks < 2:
                 raise CannotStart(
@@ -324,7 +324,7 @@ def _triton(config: Config, device: torch.device) -> Callable[..., AnyRunner]:
         return GpuRunner(
             loaded,
             kernels=kernels,
-            step_tokens=config.max_step_tokens,
+            step_tokens=config.step_tokens,
             sequences=config.max_sequences,
             context=config.max_model_len,
             record=CudaRecorder() if graphs else None,
@@ -373,7 +373,7 @@ def _bounds(config: Config, loaded: LoadedModel, runner: AnyRunner) -> Bounds:
         context=context,
         vocab=loaded.card.vocab_size,
         end_ids=loaded.card.eos_ids,
-        step_tokens=config.max_step_tokens,
+        step_tokens=config.step_tokens,
         sequences=config.max_sequences,
         waiting=config.max_waiting,
         waiting_tokens=config.max_waiting_tokens,

@@ -37,7 +37,7 @@ from executor.native import NativeRunner, why_not
 from executor.worker import Worker
 
 SEQUENCES = 64  # most running at once
-STEP_TOKENS = 512  # the executor's default
+STEP_TOKENS = 512
 FLOOD = 60.0, 15.0  # requests a second, seconds
 SHARES = (0.5, 0.75, 0.9, 1.05)  # of the most a policy can serve
 LIMIT = 4.0  # times the least latency of all points: where rates are compared

@@ -9,8 +9,16 @@ from executor.config import read
 
 def test_flags_beat_the_environment_which_beats_defaults() -> None:
     config = read(["--block-size", "32"], {"EXECUTOR_BLOCK_SIZE": "8", "EXECUTOR_INDEX": "3"})
-    assert (config.block_size, config.index, config.max_step_tokens) == (32, 3, 512)
+    assert (config.block_size, config.index, config.max_sequences) == (32, 3, 256)
     assert config.socket.name == "executor-3.sock"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [([], 256), (["--device", "cuda"], 512), (["--max-step-tokens", "64"], 64)],
+)
+def test_a_step_is_as_large_as_suits_the_device(arguments: list[str], tokens: int) -> None:
+    assert read(arguments, {}).step_tokens == tokens
 
 
 @pytest.mark.parametrize(
