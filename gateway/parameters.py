@@ -118,15 +118,15 @@ def fit(
             code="context_length_exceeded",
             param=param,
         )
-    most = max(1, min(model.room(prompt, choices) for prompt in prompts))
+    most = min(model.room(prompt, choices) for prompt in prompts)
     if asked.tokens is None:
-        return min(default or most, most)
+        return max(1, min(default or most, most))
     if asked.tokens > room:
         raise ApiError(
             400,
             f"The prompt has {counted(prompt_tokens, 'token')} and {asked.tokens} more are asked for, "
             f"{prompt_tokens + asked.tokens} in all, but the model's context is {context} tokens; shorten "
-            f"the prompt or ask for at most {most}.",
+            + (f"the prompt or ask for at most {most}." if most > 0 else "the prompt."),
             code="context_length_exceeded",
             param=asked.param,
         )

@@ -376,6 +376,9 @@ def test_a_limit_beyond_the_pool_goes_to_the_executor_as_asked_for() -> None:
             assert (
                 f"at most {160 - prompt}." in answer["error"]["message"]
             )  # not the context's rest
+            longer = [{"role": "user", "content": "Hi " * 200}]
+            _, answer = await served.post(URL, {"messages": longer, "max_tokens": 9000})
+            assert answer["error"]["message"].endswith("shorten the prompt.")  # no limit would help
 
     run(test())
 
