@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.models.config import ModelConfig
 from executor.staging import put
-from kernels.dispatch import CopyBlocks, copy_blocks_torch
+from kernels.dispatch import TORCH, CopyBlocks
 from wire.memory import Copy
 
 
@@ -55,7 +55,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        copy_blocks: CopyBlocks = copy_blocks_torch,
+        copy_blocks: CopyBlocks = TORCH.copy_blocks,
     ) -> None:
         """Allocate.
 

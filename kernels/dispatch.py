@@ -1,8 +1,8 @@
 """Which code computes attention on which device: the one place where that is decided.
 
 A decoder hands each layer's heads to an `Attention`, which knows where the step's K and V go and what each
-token sees. There are two: `TorchAttention` over the portable path (`kernels.reference`), laid out on the
-host, and `PagedAttention` over a set of `Kernels` that read block tables on the device.
+token sees: `PagedAttention`, over a set of `Kernels` that read block tables on the device. There are two of
+them: Triton's, and plain torch (`kernels.reference`) for wherever those cannot run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.options import Options
 
-Choice = Literal["torch", "triton", "plain"]
+Choice = Literal["torch", "triton"]
 
 LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs: the first with bfloat16 and asynchronous copies
 
@@ -116,18 +116,22 @@ class Kernels:
     copy_blocks: CopyBlocks
 
 
-def kernels_for(choice: Literal["triton", "plain"], device: torch.device) -> Kernels:
-    """The kernels to launch on `device`; "plain" are the readable ones that prove the others.
+TORCH = Kernels(
+    "torch", reference.write_kv, reference.decode, reference.prefill, reference.copy_blocks
+)
+"""Plain torch, for any device."""
+
+
+def kernels_for(choice: Choice, device: torch.device) -> Kernels:
+    """The kernels to launch on `device`.
 
     Raises:
         Unavailable: they cannot run there.
     """
     if reason := why_not(choice, device):
         raise Unavailable(reason)
-    if choice == "plain":
-        import kernels.plain as plain
-
-        return Kernels(choice, plain.write_kv, plain.decode, plain.prefill, plain.copy_blocks)
+    if choice == "torch":
+        return TORCH
     from kernels.copy_blocks import copy_blocks
     from kernels.decode import decode
     from kernels.prefill import prefill
@@ -162,50 +166,6 @@ def why_not(choice: Choice, device: torch.device) -> str | None:
 def interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def copy_blocks_torch(keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """`CopyBlocks` in plain torch, for any device."""
-    reference.copy_blocks(keys, sources, targets)
-    reference.copy_blocks(values, sources, targets)
-
-
-class TorchAttention:
-    """`Attention` by the portable path, for any device."""
-
-    def __init__(self, layout: reference.Layout, slots: Tensor) -> None:
-        """
-        Args:
-            slots: [tokens] int64, where each token's K and V go.
-        """
-        self._layout = layout
-        self._slots = slots
-        self._cos = self._sin = torch.empty(0)
-
-    def begin(self, cos: Tensor, sin: Tensor) -> None:
-        dtype = self._layout.dtype
-        self._cos = torch.cat((cos, cos), dim=-1).to(dtype)[:, None]
-        self._sin = torch.cat((-sin, sin), dim=-1).to(dtype)[:, None]
-
-    def attend(
-        self,
-        turning: Tensor,
-        values: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        *,
-        rotated: bool,
-        window: int | None,
-        scale: float,
-    ) -> Tensor:
-        if rotated:
-            reference.rotate(turning, self._cos, self._sin)
-        kv_heads = key_cache.shape[2]
-        queries, keys = torch.split(turning, [turning.shape[1] - kv_heads, kv_heads], dim=1)
-        reference.write_kv(key_cache, value_cache, keys, values, self._slots)
-        return reference.paged_attention(
-            queries, key_cache, value_cache, self._layout, window, scale
-        )
 
 
 @dataclass(slots=True)

@@ -1,259 +1,225 @@
-"""Paged attention, KV writes and block copies in plain torch: obvious, portable, the oracle for the rest.
+"""What every kernel computes, in torch a newcomer reads in a minute: the same names, arguments and results.
 
-K and V of one layer are tensors [num_blocks, block_size, kv_heads, head_dim]; a *slot* is the place of one
-token, numbered `block * block_size + offset`. Attention reads a sequence's keys through its block table and
-never lets an unwritten slot through: such a slot may hold NaN, and 0 * NaN is NaN, so it is not enough to
-give it weight zero. (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-PagedAttention", SOSP 2023.)
+The oracle of the kernels' tests, and what serves where those cannot run (`--kernels torch`). Keys are
+gathered through block tables, and a slot that is not written never gets through: it may hold NaN, and 0 * NaN
+is NaN, so it is not enough to give it weight zero. (Kwon et al., "Efficient Memory Management for Large
+Language Model Serving with PagedAttention", SOSP 2023.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_NEVER = float("-inf")
-# Slots gathered by one call: bounds the scratch memory of a batch of long sequences.
+from kernels.options import Options
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""Of each type of one byte: the largest number it holds."""
+
+# Slots gathered together: bounds the scratch memory of a batch of long sequences.
 _MOST_SLOTS = 1 << 17
 
 
-def rotate(
-    heads: Tensor,  # [tokens, heads, head_dim], changed in place
-    cos: Tensor,  # [tokens, 1, head_dim]
-    sin: Tensor,  # [tokens, 1, head_dim], its first half negated
-) -> None:
-    """Turn each pair (i, i + head_dim / 2) by its token's angle."""
-    swapped = torch.roll(heads, heads.shape[-1] // 2, dims=-1)
-    heads.mul_(cos).addcmul_(swapped, sin)
-
-
 def write_kv(
-    key_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
-    value_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
-    keys: Tensor,  # [tokens, kv_heads, head_dim]
-    values: Tensor,  # [tokens, kv_heads, head_dim]
-    slots: Tensor,  # [tokens] int64, no slot twice
+    queries: Tensor,  # [tokens, heads, head_dim], rotated in place
+    new_keys: Tensor,  # [tokens, kv_heads, head_dim]
+    new_values: Tensor,  # [tokens, kv_heads, head_dim]
+    keys: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    values: Tensor,
+    slots: Tensor,  # [tokens] int64; -1: write nothing
+    *,
+    cos: Tensor | None = None,  # [tokens, head_dim / 2] float32; None: no rotation
+    sin: Tensor | None = None,
+    key_scales: Tensor | None = None,  # [num_blocks, block_size, kv_heads] of a quantised cache
+    value_scales: Tensor | None = None,
 ) -> None:
-    """Store the K and V of each token in its slot."""
-    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
-    value_cache.flatten(0, 1).index_copy_(0, slots, values)
+    """Store each token's K and V in its slot, rotated and scaled on the way."""
+    rows = (slots >= 0).nonzero()[:, 0]
+    key = new_keys[rows]
+    if cos is not None and sin is not None:
+        key = _rotated(key, cos[rows], sin[rows])
+        queries[rows] = _rotated(queries[rows], cos[rows], sin[rows]).to(queries.dtype)
+    _store(key, keys, key_scales, slots[rows])
+    _store(new_values[rows], values, value_scales, slots[rows])
 
 
-def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy whole blocks. No target is a source, and no block is a target twice.
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (i, i + head_dim / 2) turned by its token's angle, in float32."""
+    low, high = heads.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def _store(new: Tensor, cache: Tensor, scales: Tensor | None, slots: Tensor) -> None:
+    if scales is not None:
+        new, scale = quantised(new, cache.dtype)
+        scales.view(-1, scales.shape[-1])[slots] = scale
+    cache.flatten(0, 1)[slots] = new.to(cache.dtype)
+
+
+def quantised(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Heads divided so that the largest value of each is the type's largest, and what they were divided by.
 
     Args:
-        cache: [layers, num_blocks, block_size, kv_heads, head_dim].
-        sources: [copies] int64 block ids.
-        targets: [copies] int64 block ids.
+        heads: [..., head_dim].
+        dtype: a key of `LARGEST`.
+
+    Returns:
+        [..., head_dim] of `dtype`, and the scales [...] float32; NaN where a head holds NaN or infinity.
     """
-    cache.index_copy_(1, targets, cache.index_select(1, sources))
+    heads = heads.float()
+    scale = (heads.abs().amax(-1) / LARGEST[dtype]).clamp(min=1e-30) + (heads * 0).sum(-1)
+    scaled = heads / scale[..., None]
+    return (scaled + 0.5).floor().to(dtype) if dtype == torch.int8 else scaled.to(dtype), scale
 
 
-@dataclass(slots=True, frozen=True)
-class Chunk:
-    """Several consecutive tokens of one sequence."""
-
-    first: int  # index of its first token in the flat batch
-    count: int
-    table: Tensor  # [blocks] int64, the blocks that hold positions 0 .. length - 1
-    length: int  # positions it may see: those before the chunk and the chunk
-
-
-@dataclass(slots=True, frozen=True)
-class Decodes:
-    """Sequences with one token each and tables of the same padded width."""
-
-    tokens: Tensor  # [batch] int64, indices in the flat batch
-    tables: Tensor  # [batch * width] int64, row after row; a short table repeats its first block
-    width: int  # blocks per sequence
-    lengths: Tensor  # [batch] int64, positions each may see
-    unwritten: (
-        Tensor  # [any] int64, places of the gathered [batch * width * block_size] past lengths
-    )
+def copy_blocks(
+    keys: Tensor,  # [layers, num_blocks, block_size, kv_heads, head_dim]
+    values: Tensor,
+    sources: Tensor,  # [copies]
+    targets: Tensor,  # [copies], none twice and none a source
+    *,
+    key_scales: Tensor | None = None,  # [layers, num_blocks, block_size, kv_heads]
+    value_scales: Tensor | None = None,
+) -> None:
+    """Copy block `sources[i]` to block `targets[i]` in every layer."""
+    for cache in (keys, values, key_scales, value_scales):
+        if cache is not None:
+            cache[:, targets] = cache[:, sources]
 
 
-@dataclass(slots=True)
-class Layout:
-    """Which tokens of a flat batch belong together, and where their keys are. Made once per step.
+def gather_blocks(cache: Tensor, blocks: Tensor, out: Tensor) -> None:
+    """Copy blocks of every layer to a buffer [layers, count, ...]."""
+    out.copy_(cache[:, blocks.to(cache.device)])
 
-    A single token takes the path of `Decodes` whatever else is in the batch, and its table is padded to a
-    width that depends on its own length alone, so its numbers do not depend on its company.
+
+def scatter_blocks(buffer: Tensor, blocks: Tensor, cache: Tensor) -> None:
+    """Copy a buffer [layers, count, ...] to blocks of every layer."""
+    cache[:, blocks] = buffer.to(cache.device)
+
+
+def decode(
+    queries: Tensor,  # [rows, heads, head_dim]
+    keys: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    values: Tensor,
+    tables: Tensor,  # [rows, width]
+    lengths: Tensor,  # [rows]; 0: nothing is read and the output is zeros
+    *,
+    scale: float,
+    options: Options = Options(),  # noqa: B008 (frozen)
+    key_scales: Tensor | None = None,  # [num_blocks, block_size, kv_heads] of a quantised cache
+    value_scales: Tensor | None = None,
+    out: Tensor | None = None,
+    splits: int | None = None,  # means nothing here
+    longest: int | None = None,  # nor this
+) -> Tensor:
+    """Attention of one token per row over its sequence, whose last position it is.
+
+    Rows with tables of about the same width are computed together. That width follows from a row's own length
+    alone, so its numbers do not depend on its company.
     """
-
-    block_size: int
-    chunks: list[Chunk]
-    decodes: list[Decodes]
-    dtype: torch.dtype
-    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def build(
-        cls,
-        starts: Sequence[int],
-        counts: Sequence[int],
-        tables: Sequence[np.ndarray],
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Layout:
-        """Lay out sequences whose tokens follow each other in the flat batch.
-
-        Args:
-            starts: position of each sequence's first token.
-            counts: tokens of each sequence, at least 1.
-            tables: block ids of each sequence, at least ceil((start + count) / block_size) of them.
-            dtype: of queries, keys and values.
-        """
-        chunks: list[Chunk] = []
-        by_width: dict[int, list[tuple[int, int, np.ndarray]]] = {}
-        first = 0
-        for start, count, table in zip(starts, counts, tables, strict=True):
-            length = start + count
-            used = table[: -(-length // block_size)]
-            if count == 1:
-                by_width.setdefault(_padded(len(used)), []).append((first, length, used))
-            else:
-                chunks.append(Chunk(first, count, torch.from_numpy(used).to(device), length))
-            first += count
-        decodes = [
-            _decodes(part, width, block_size, device)
-            for width, rows in by_width.items()
-            for part in _parts(rows, max(1, _MOST_SLOTS // (width * block_size)))
-        ]
-        return cls(block_size, chunks, decodes, dtype)
-
-    def chunk_mask(self, index: int, window: int | None) -> Tensor:
-        """[count, length]: 0 where a token of chunk `index` sees a position, -inf elsewhere."""
-        if (index, window) not in self._masks:
-            chunk = self.chunks[index]
-            device = chunk.table.device
-            seen = torch.arange(chunk.length, device=device)[None, :]
-            own = torch.arange(chunk.length - chunk.count, chunk.length, device=device)[:, None]
-            hidden = seen > own
-            if window is not None:
-                hidden |= seen <= own - window
-            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=device)
-            self._masks[index, window] = mask.masked_fill_(hidden, _NEVER)
-        return self._masks[index, window]
-
-    def decode_mask(self, index: int, window: int | None) -> Tensor:
-        """[batch, 1, 1, width * block_size]: 0 where a sequence's token sees a position, else -inf."""
-        key = (-1 - index, window)
-        if key not in self._masks:
-            rows = self.decodes[index]
-            seen = torch.arange(rows.width * self.block_size, device=rows.lengths.device)[None, :]
-            lengths = rows.lengths[:, None]
-            hidden = seen >= lengths
-            if window is not None:
-                hidden |= seen < lengths - window
-            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
-            self._masks[key] = mask.masked_fill_(hidden, _NEVER)[:, None, None, :]
-        return self._masks[key]
-
-
-def paged_attention(
-    queries: Tensor,  # [tokens, heads, head_dim]
-    key_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim], the batch's own keys included
-    value_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
-    layout: Layout,
-    window: int | None,  # positions a token sees, itself included; None: all before it
-    scale: float,  # of the scores, before softmax
-) -> Tensor:  # [tokens, heads, head_dim]
-    """Causal attention of every token of a flat batch over its sequence's keys and values.
-
-    Query heads are grouped: head h reads KV head h // (heads / kv_heads).
-    """
-    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    for index, chunk in enumerate(layout.chunks):
-        here = slice(chunk.first, chunk.first + chunk.count)
-        keys = key_cache.index_select(0, chunk.table).flatten(0, 1)[: chunk.length]
-        values = value_cache.index_select(0, chunk.table).flatten(0, 1)[: chunk.length]
-        mask = layout.chunk_mask(index, window)
-        out[here] = _attend(queries[here], keys, values, mask, scale)
-    for index, rows in enumerate(layout.decodes):
-        out[rows.tokens] = _attend_one_each(
-            queries[rows.tokens],
-            _gather(key_cache, rows),
-            _gather(value_cache, rows),
-            layout.decode_mask(index, window),
-            scale,
-        )
+    out = torch.empty_like(queries) if out is None else out
+    alike: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths.tolist()):
+        alike.setdefault(padded(-(-length // keys.shape[1])), []).append(row)
+    for width, rows in alike.items():
+        together = max(1, _MOST_SLOTS // max(1, width * keys.shape[1]))
+        for first in range(0, len(rows), together):
+            here = torch.tensor(rows[first : first + together], device=queries.device)
+            places = _places(tables[here, :width], lengths[here], keys.shape[1])
+            key = _gathered(keys, key_scales, *places)
+            value = _gathered(values, value_scales, *places)
+            new = _attend(queries[here, None], key, value, lengths[here], scale, options)
+            out[here] = new[:, 0].to(out.dtype)
     return out
 
 
-def _attend(
-    queries: Tensor,  # [count, heads, head_dim]
-    keys: Tensor,  # [length, kv_heads, head_dim]
-    values: Tensor,  # [length, kv_heads, head_dim]
-    mask: Tensor,  # [count, length]
-    scale: float,
-) -> Tensor:  # [count, heads, head_dim]
-    grouped = F.scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=queries.shape[1] != keys.shape[1],
-    )
-    return grouped[0].transpose(0, 1)
-
-
-def _attend_one_each(
-    queries: Tensor,  # [batch, heads, head_dim]
-    keys: Tensor,  # [batch, slots, kv_heads, head_dim]
-    values: Tensor,  # [batch, slots, kv_heads, head_dim]
-    mask: Tensor,  # [batch, 1, 1, slots]
-    scale: float,
-) -> Tensor:  # [batch, heads, head_dim]
-    batch, heads, head_dim = queries.shape
-    kv_heads = keys.shape[2]
-    # The heads of a group see the same positions, so they can stand as rows of one query matrix.
-    rows = queries.view(batch, kv_heads, heads // kv_heads, head_dim)
-    attended = F.scaled_dot_product_attention(
-        rows, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
-    )
-    return attended.reshape(batch, heads, head_dim)
-
-
-def _gather(cache: Tensor, rows: Decodes) -> Tensor:
-    """[batch, width * block_size, kv_heads, head_dim] with zeros in place of unwritten slots."""
-    slots = cache.index_select(0, rows.tables).flatten(0, 1)
-    slots.index_fill_(0, rows.unwritten, 0)
-    return slots.view(len(rows.tokens), -1, *cache.shape[2:])
-
-
-def _padded(blocks: int) -> int:
-    """The width a table of `blocks` is padded to: few different ones, at most a quarter wasted."""
-    step = max(1, 1 << max(0, blocks.bit_length() - 3))
+def padded(blocks: int) -> int:
+    """The width a table of `blocks` is computed with: few different ones, at most a quarter wasted."""
+    step = 1 << max(0, blocks.bit_length() - 3)
     return -(-blocks // step) * step
 
 
-def _parts(
-    rows: list[tuple[int, int, np.ndarray]], most: int
-) -> list[list[tuple[int, int, np.ndarray]]]:
-    return [rows[i : i + most] for i in range(0, len(rows), most)]
+def prefill(
+    queries: Tensor,  # [tokens, heads, head_dim], row after row
+    keys: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    values: Tensor,
+    tables: Tensor,  # [rows, width]
+    starts: Tensor,  # [rows + 1]: row r's queries are those from starts[r] to starts[r + 1]
+    lengths: Tensor,  # [rows] positions, of which the queries are the last
+    longest: int,  # means nothing here
+    *,
+    scale: float,
+    options: Options = Options(),  # noqa: B008 (frozen)
+    key_scales: Tensor | None = None,  # [num_blocks, block_size, kv_heads] of a quantised cache
+    value_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of each row's sequence over all of it."""
+    out = torch.empty_like(queries) if out is None else out
+    bounds = starts.tolist()
+    for row, length in enumerate(lengths.tolist()):
+        here, one = slice(bounds[row], bounds[row + 1]), slice(row, row + 1)
+        table = tables[one, : -(-length // keys.shape[1])]
+        places = _places(table, lengths[one], keys.shape[1])
+        key = _gathered(keys, key_scales, *places)[:, :length]
+        value = _gathered(values, value_scales, *places)[:, :length]
+        new = _attend(queries[None, here], key, value, lengths[one], scale, options)
+        out[here] = new[0].to(out.dtype)
+    return out
 
 
-def _decodes(
-    rows: list[tuple[int, int, np.ndarray]], width: int, block_size: int, device: torch.device
-) -> Decodes:
-    tables = np.empty((len(rows), width), np.int64)
-    lengths = np.array([length for _, length, _ in rows], np.int64)
-    for row, (_, _, table) in enumerate(rows):
-        tables[row, : len(table)] = table
-        tables[row, len(table) :] = table[0]
-    unwritten = np.flatnonzero(np.arange(width * block_size)[None, :] >= lengths[:, None])
-    return Decodes(
-        tokens=torch.tensor([first for first, _, _ in rows], device=device),
-        tables=torch.from_numpy(tables.ravel()).to(device),
-        width=width,
-        lengths=torch.from_numpy(lengths).to(device),
-        unwritten=torch.from_numpy(unwritten).to(device),
-    )
+def _places(tables: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Blocks of rows, laid end to end, and which of their slots, [rows, width * size], are unwritten."""
+    unwritten = torch.arange(tables.shape[1] * size, device=tables.device) >= lengths[:, None]
+    # What a table names past its blocks is not looked at: there the null block stands in.
+    return tables.long().masked_fill_(unwritten[:, ::size], 0).flatten(), unwritten
+
+
+def _gathered(cache: Tensor, scales: Tensor | None, blocks: Tensor, unwritten: Tensor) -> Tensor:
+    """[rows, width * size, kv_heads, head_dim]: what the rows' blocks hold, zeros in unwritten slots."""
+    stored = cache[blocks].view(*unwritten.shape, *cache.shape[2:])
+    if scales is not None:
+        stored = stored.float() * scales[blocks].view(*unwritten.shape, cache.shape[2], 1)
+    stored[unwritten] = 0
+    return stored
+
+
+def _attend(
+    queries: Tensor,  # [rows, count, heads, head_dim], the last ones of their sequences
+    keys: Tensor,  # [rows, positions, kv_heads, head_dim]
+    values: Tensor,
+    lengths: Tensor,  # [rows], of the positions
+    scale: float,
+    options: Options,
+) -> Tensor:  # [rows, count, heads, head_dim]
+    """softmax(scale * Q K^T + bias) V, where the bias of what a query does not see is -inf."""
+    (rows, count, heads, _), (positions, kv_heads) = queries.shape, keys.shape[1:3]
+    if not positions:
+        return torch.zeros_like(queries)
+    own = lengths[:, None] - count + torch.arange(count, device=keys.device)
+    distance = own[:, None, :, None] - torch.arange(positions, device=keys.device)
+    hidden = distance < 0
+    if options.window is not None:
+        hidden = hidden | (distance >= options.window)
+    slopes = 0.0 if options.slopes is None else -options.slopes[:, None, None]
+    bias = (slopes * distance).masked_fill_(hidden, float("-inf"))
+    if options.sinks is not None:  # a key more, all zeros, that scores what the sink says
+        keys, values = (F.pad(each, (0, 0, 0, 0, 0, 1)) for each in (keys, values))
+        sinks = options.sinks[:, None, None].expand(rows, heads, count, 1)
+        bias = torch.cat((bias.expand(rows, heads, -1, -1), sinks), dim=-1)
+    dtype = queries.dtype if queries.dtype == keys.dtype else torch.float32
+    query, key, value = (each.to(dtype).transpose(1, 2) for each in (queries, keys, values))
+    group = heads // kv_heads
+    if count == 1:  # the heads of a group, which see the same, stand as rows of one query matrix
+        query = query.reshape(rows, kv_heads, group, -1)
+        bias = bias.reshape(rows, -1, group if bias.shape[1] > 1 else 1, bias.shape[3])
+    else:
+        key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+    if options.softcap is None:
+        found = F.scaled_dot_product_attention(query, key, value, bias.to(dtype), scale=scale)
+    else:
+        scores = options.softcap * torch.tanh(scale * query @ key.mT / options.softcap)
+        found = (scores + bias).softmax(-1).to(dtype) @ value
+    return found.reshape(rows, heads, *queries.shape[1::2]).transpose(1, 2)

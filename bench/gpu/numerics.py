@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.setting import Setting
-from kernels import plain
+from kernels import reference
 from kernels.copy_blocks import copy_blocks
 from kernels.decode import decode
 from kernels.options import Options
@@ -112,7 +112,7 @@ def _attention(
         queries = torch.randn(len(lengths), kv_heads * group, head_dim).to(dtype)
         places = queries, cache.keys, cache.values, cache.tables, cache.lengths
         same = _settings(cache, kv_heads * group, head_dim, asked)
-        return _apart(decode(*places, **same), plain.decode(*places, **same))
+        return _apart(decode(*places, **same), reference.decode(*places, **same))
 
     def prefills() -> float:
         cache = paged()
@@ -122,7 +122,7 @@ def _attention(
         places = queries, cache.keys, cache.values, cache.tables, starts, cache.lengths
         same = _settings(cache, kv_heads * group, head_dim, asked)
         most = max(counts)
-        return _apart(prefill(*places, most, **same), plain.prefill(*places, most, **same))
+        return _apart(prefill(*places, most, **same), reference.prefill(*places, most, **same))
 
     yield Case("decode", name, CLOSE[dtype], decodes)
     yield Case("prefill", name, CLOSE[dtype], prefills)
@@ -151,7 +151,7 @@ def _write(dtype: torch.dtype, stored: torch.dtype | None) -> Callable[[], float
         slots[5] = -1
         angles = torch.rand(tokens, head_dim // 2) * 100
         results = []
-        for write in (write_kv, plain.write_kv):
+        for write in (write_kv, reference.write_kv):
             queries, keys, values = torch.split(fused.clone(), [heads, kv_heads, kv_heads], dim=1)
             shape = blocks, size, kv_heads, head_dim
             caches = [torch.zeros(shape).to(stored or dtype) for _ in range(2)]
@@ -188,7 +188,7 @@ def _copy(dtype: torch.dtype) -> Callable[[], float]:
         order = torch.randperm(40)
         mine, theirs = (keys.clone(), values.clone()), (keys.clone(), values.clone())
         copy_blocks(mine[0], mine[1], order[:15], order[15:30])
-        plain.copy_blocks(theirs[0], theirs[1], order[:15], order[15:30])
+        reference.copy_blocks(theirs[0], theirs[1], order[:15], order[15:30])
         return float(sum((a != b).sum().item() for a, b in zip(mine, theirs, strict=True)))
 
     return run
@@ -234,5 +234,5 @@ def _far() -> float:
     asked = Options()
     return _apart(
         decode(*places, scale=head_dim**-0.5, options=asked),
-        plain.decode(*places, scale=head_dim**-0.5, options=asked),
+        reference.decode(*places, scale=head_dim**-0.5, options=asked),
     )

@@ -73,14 +73,14 @@ def one(tokens: int, stored: torch.dtype, device: torch.device) -> Figure:
 def _torchs(
     fused: Tensor, keys: Tensor, values: Tensor, slots: Tensor, cos: Tensor, device: torch.device
 ) -> float:
-    from kernels.reference import rotate, write_kv
-
     turning, new_values = torch.split(fused, [HEADS + KV_HEADS, KV_HEADS], dim=1)
     factors = cos.to(fused.dtype)[:, None]
 
     def step() -> None:
-        rotate(turning, factors, factors)
-        write_kv(keys, values, turning[:, HEADS:], new_values, slots)
+        turned = torch.roll(turning, HEAD_DIM // 2, dims=-1)
+        turning.mul_(factors).addcmul_(turned, factors)
+        keys.flatten(0, 1).index_copy_(0, slots, turning[:, HEADS:])
+        values.flatten(0, 1).index_copy_(0, slots, new_values)
 
     return seconds(step, device)
 

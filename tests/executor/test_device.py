@@ -94,5 +94,5 @@ def test_native_code_is_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         _check_device(read(["--device", "cuda", "--kernels", "native"], {}))
 
 
-def test_the_readable_kernels_run_anywhere() -> None:
-    assert kernels_for("plain", CPU).name == "plain"
+def test_plain_torch_runs_anywhere() -> None:
+    assert kernels_for("torch", CPU).name == "torch"

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels.options import Options
-from kernels.plain import quantised
+from kernels.reference import quantised
 
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 NAN = float("nan")

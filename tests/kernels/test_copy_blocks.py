@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor.kv import copy_ids
-from kernels import plain
+from kernels import reference
 from kernels.copy_blocks import CHUNK, copy_blocks
 from memd.core import Memory
 from tests.memd.driver import KEY, Driver
@@ -44,7 +44,7 @@ def test_every_byte_of_each_block_is_copied_and_no_other_changes(
     expected = keys.clone(), values.clone()
     sources, targets = torch.tensor([8, 2, 2, 5], dtype=ids), torch.tensor([1, 7, 3, 4], dtype=ids)
     copy_blocks(keys, values, sources, targets)
-    plain.copy_blocks(*expected, sources, targets)
+    reference.copy_blocks(*expected, sources, targets)
     assert same_bits(keys, expected[0])
     assert same_bits(values, expected[1])
 
@@ -56,7 +56,7 @@ def test_scales_go_with_their_blocks_whatever_their_number(size: int) -> None:
     ids = torch.tensor([4, 1]), torch.tensor([2, 3])
     expected = [tensor.clone() for tensor in (keys, values, *scales)]
     copy_blocks(keys, values, *ids, key_scales=scales[0], value_scales=scales[1])
-    plain.copy_blocks(
+    reference.copy_blocks(
         expected[0], expected[1], *ids, key_scales=expected[2], value_scales=expected[3]
     )
     for tensor, wanted in zip((keys, values, *scales), expected, strict=True):
@@ -90,7 +90,8 @@ def test_copies_that_obey_the_rule_are_the_same_in_any_order(data: st.DataObject
     expected = keys.clone(), values.clone()
     ids = torch.tensor(sources), torch.tensor(targets)
     copy_blocks(keys, values, *ids)
-    plain.copy_blocks(expected[0], expected[1], *(side.flip(0) for side in ids))
+    for index in reversed(range(len(targets))):
+        reference.copy_blocks(*expected, *(side[index : index + 1] for side in ids))
     assert same_bits(keys, expected[0])
     assert same_bits(values, expected[1])
 
@@ -136,7 +137,7 @@ def test_what_memd_orders_for_forks_appends_and_hits_can_be_copied_side_by_side(
         copy_blocks(keys, values, ids[:, 0], ids[:, 1])
         for index in torch.randperm(len(ids)):
             one = ids[index : index + 1]
-            plain.copy_blocks(*expected, one[:, 0], one[:, 1])
+            reference.copy_blocks(*expected, one[:, 0], one[:, 1])
         # Sequences write on: no two blocks stay the same.
         block = int(torch.randint(0, 64, ()))
         keys[:, block] = expected[0][:, block] = random_bits((2, 4, 1, 8), torch.bfloat16)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import plain
+from kernels import reference
 from kernels.decode import choose_splits, decode
 from kernels.options import Options
 from tests.kernels.paged import (
@@ -49,7 +49,7 @@ def check(
     same = {"scale": head_dim**-0.5, "options": asked or Options(), **paged.scales()}
     got = decode(*places, splits=splits, **same)
     assert got.dtype == dtype
-    assert_close(got, plain.decode(*places, **same))
+    assert_close(got, reference.decode(*places, **same))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_one_byte_values_of_any_size_keep_their_digits(
     queries = torch.randn(2, 3, 32).to(dtype)
     cache = (paged.keys, paged.values, paged.tables, paged.lengths)
     got = decode(queries, *cache, scale=0.2, splits=2, **paged.scales())
-    wanted = plain.decode(queries.float(), *cache, scale=0.2, **paged.scales())
+    wanted = reference.decode(queries.float(), *cache, scale=0.2, **paged.scales())
     assert_close_for_their_size(got, wanted)
 
 
@@ -130,7 +130,7 @@ def test_queries_that_float16_cannot_hold_are_multiplied_with_one_byte_keys(
     queries = (torch.randn(2, 3, 32) * size).bfloat16()
     cache = (paged.keys, paged.values, paged.tables, paged.lengths)
     got = decode(queries, *cache, scale=0.2, **paged.scales())
-    wanted = plain.decode(queries.float(), *cache, scale=0.2, **paged.scales())
+    wanted = reference.decode(queries.float(), *cache, scale=0.2, **paged.scales())
     assert_close_for_their_size(got, wanted)
 
 
@@ -209,7 +209,7 @@ def test_views_of_larger_tensors_are_read_and_written_in_place() -> None:
         fused[:, :4], both[:, 0], both[:, 1], paged.tables, paged.lengths, scale=0.2, out=wide[:, 1]
     )
     places = (fused[:, :4], paged.keys, paged.values, paged.tables, paged.lengths)
-    assert_close(wide[:, 1], plain.decode(*places, scale=0.2))
+    assert_close(wide[:, 1], reference.decode(*places, scale=0.2))
     assert not wide[:, 0].any()
 
 
@@ -228,7 +228,7 @@ def test_blocks_past_65535_at_offsets_past_2_to_the_31_are_read() -> None:
         queries, cache, cache, table, lengths, scale=0.1, key_scales=scales, value_scales=scales
     )
     small = content[0][None].float() * 0.01
-    assert_close(got, plain.decode(queries, small, small, table * 0, lengths, scale=0.1))
+    assert_close(got, reference.decode(queries, small, small, table * 0, lengths, scale=0.1))
 
 
 @settings(max_examples=15, deadline=None)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import plain
+from kernels import reference
 from kernels.decode import decode
 from kernels.options import Options
 from kernels.prefill import prefill
@@ -56,7 +56,7 @@ def check(
     same = {"scale": head_dim**-0.5, "options": asked or Options(), **paged.scales()}
     got = prefill(*places, max(counts), **same)
     assert got.dtype == dtype
-    assert_close(got, plain.prefill(*places, max(counts), **same))
+    assert_close(got, reference.prefill(*places, max(counts), **same))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_one_byte_values_of_any_size_keep_their_digits(
     queries = torch.randn(20, 2, 32).to(dtype)
     cache = (paged.keys, paged.values, paged.tables, starts_of([3, 17]), paged.lengths, 17)
     got = prefill(queries, *cache, scale=0.2, **paged.scales())
-    wanted = plain.prefill(queries.float(), *cache, scale=0.2, **paged.scales())
+    wanted = reference.prefill(queries.float(), *cache, scale=0.2, **paged.scales())
     assert_close_for_their_size(got, wanted)
 
 
@@ -115,7 +115,7 @@ def test_queries_that_float16_cannot_hold_are_multiplied_with_one_byte_keys(
     queries = (torch.randn(20, 2, 32) * size).bfloat16()
     cache = (paged.keys, paged.values, paged.tables, starts_of([3, 17]), paged.lengths, 17)
     got = prefill(queries, *cache, scale=0.2, **paged.scales())
-    wanted = plain.prefill(queries.float(), *cache, scale=0.2, **paged.scales())
+    wanted = reference.prefill(queries.float(), *cache, scale=0.2, **paged.scales())
     assert_close_for_their_size(got, wanted)
 
 
@@ -175,7 +175,7 @@ def test_views_of_larger_tensors_are_read_and_tokens_past_the_last_row_are_left_
     starts = starts_of([3, 4])
     rest = (paged.tables, starts, paged.lengths, 4)
     prefill(fused[:, :4], both[:, 0], both[:, 1], *rest, scale=0.2, out=wide[:, 1])
-    wanted = plain.prefill(fused[:7, :4], paged.keys, paged.values, *rest, scale=0.2)
+    wanted = reference.prefill(fused[:7, :4], paged.keys, paged.values, *rest, scale=0.2)
     assert_close(wide[:7, 1], wanted)
     assert (wide[7:] == 7).all()
     assert (wide[:, 0] == 7).all()
@@ -196,7 +196,7 @@ def test_blocks_past_65535_at_offsets_past_2_to_the_31_are_read() -> None:
         queries, cache, cache, table, *rest, scale=0.1, key_scales=scales, value_scales=scales
     )
     small = content[None].float() * 0.01
-    assert_close(got, plain.prefill(queries, small, small, table * 0, *rest, scale=0.1))
+    assert_close(got, reference.prefill(queries, small, small, table * 0, *rest, scale=0.1))
 
 
 @settings(max_examples=15, deadline=None)

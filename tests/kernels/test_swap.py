@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import plain
+from kernels import reference
 from kernels.swap import gather_blocks, scatter_blocks
 from tests.kernels.test_copy_blocks import TYPES, random_bits, same_bits
 
@@ -24,11 +24,11 @@ def test_blocks_go_out_and_come_back_to_other_places_bit_for_bit(
     buffer, expected = (random_bits((3, 4, *inner), dtype) for _ in range(2))
     blocks, places = torch.tensor([[8, 2], [1, 7], [8, 0], [5, 8]], dtype=ids).unbind(1)
     gather_blocks(cache, blocks, buffer)
-    plain.gather_blocks(cache, blocks, expected)
+    reference.gather_blocks(cache, blocks, expected)
     assert same_bits(buffer, expected)
     assert same_bits(cache, before)
     scatter_blocks(buffer, places, cache)
-    plain.scatter_blocks(expected, places, before)
+    reference.scatter_blocks(expected, places, before)
     assert same_bits(cache, before)
 
 
