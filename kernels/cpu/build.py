@@ -21,7 +21,9 @@ from pathlib import Path
 from kernels.cpu.features import VARIANTS, Variant, usable
 
 SOURCE = Path(__file__).with_name("step.cpp")
-INCLUDED = (Path(__file__).with_name("draw.h"),)
+INCLUDED = tuple(
+    SOURCE.with_name(f"{name}.h") for name in ("draw", "quantised", "threads", "vectors")
+)
 COMPILERS = ("g++", "clang++", "c++")
 # GNU dialect: products and sums may fuse, as everywhere else in numerics; nothing of -ffast-math.
 FLAGS = (

@@ -3,14 +3,11 @@
 // Candidates stand in order of falling logit, equal ones by id, and what is kept is a beginning of that order.
 // Sorting a vocabulary for one token would cost more than the step of a small model, so the order is made only
 // where it is looked at: one pass counts candidates and adds up their mass by distance from the greatest, in
-// steps of 1/32; the step in which the draw falls is then sorted by itself. Included by step.cpp alone.
+// steps of 1/32; the step in which the draw falls is then sorted by itself.
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <utility>
-#include <vector>
+#include "vectors.h"
 
 extern "C" {
 struct Draw {

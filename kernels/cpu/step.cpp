@@ -16,553 +16,10 @@
 // not depend on its company. No -ffast-math: NaN and infinity must reach the caller, who fails that row.
 // A slot that was never written may hold NaN, and 0 * NaN is NaN: such slots are left out, not weighted by 0.
 
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <new>
-#include <sched.h>
-#include <sys/mman.h>
-#include <thread>
-#include <utility>
-#include <vector>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-namespace {
-
-using std::size_t;
-using i32 = std::int32_t;
-using i64 = std::int64_t;
-using u8 = std::uint8_t;
-using u16 = std::uint16_t;
-using u32 = std::uint32_t;
-using u64 = std::uint64_t;
-
-// ---------------------------------------------------------------- vectors
-
-#if defined(__AVX512F__)
-constexpr int W = 16;  // lanes of a vector
-#elif defined(__AVX2__)
-constexpr int W = 8;
-#else
-constexpr int W = 4;
-#endif
-// Rows of a tile of accumulators, which must fit the registers beside a panel's vectors of weights. Tall tiles
-// rather than wide ones, because up to so many rows read each weight once, and memory is never left idle.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int ROWS = 12;
-#else
-constexpr int ROWS = 6;
-#endif
-constexpr int VECTORS = 2;
-constexpr int PANEL = VECTORS * W;
-constexpr int MOST_HEAD = 256;
-constexpr int LINE = 16;  // units of a cache line
-constexpr int AHEAD = 3;  // blocks of K and V fetched before they are needed
-constexpr int FETCHED = 2048;  // bytes of quantised weights fetched before they are needed
-
-typedef float vf __attribute__((vector_size(W * 4)));
-typedef u32 vu __attribute__((vector_size(W * 4)));
-typedef i32 vi __attribute__((vector_size(W * 4)));
-typedef u16 vh __attribute__((vector_size(W * 2)));
-typedef u16 vw __attribute__((vector_size(W * 4)));
-typedef std::int16_t vs __attribute__((vector_size(W * 2)));
-typedef std::int8_t vb __attribute__((vector_size(W)));
-
-#define INLINE inline __attribute__((always_inline))
-#define PUBLIC __attribute__((visibility("default")))
-
-template <class V> INLINE V load(const void* from) {
-    V v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-template <class V> INLINE void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
-INLINE vf splat(float x) { return x - vf{}; }
-INLINE float as_float(u32 bits) { return load<float>(&bits); }
-
-size_t padded(size_t n, size_t to) { return (n + to - 1) / to * to; }
-
-INLINE vi lanes() {
-    vi v;
-    for (int i = 0; i < W; i++) v[i] = i;
-    return v;
-}
-
-INLINE float sum(vf v) {
-    for (int half = W / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] += v[i + half];
-    return v[0];
-}
-
-// e^x to about 1e-7, 0 and infinity rounded to the least and most normal numbers; NaN stays NaN.
-INLINE vf exponential(vf x) {
-    x = x < -87.0f ? splat(-87.0f) : x;
-    x = x > 88.0f ? splat(88.0f) : x;
-    const vf shifted = x * 1.44269504f + 12582912.0f;  // rounds to a whole number in the low bits
-    const vf whole = shifted - 12582912.0f;
-    const vf r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    vf p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vf)(((vu)shifted + 127u) << 23);
-}
-
-// ---------------------------------------------------------------- the two kinds of unit
-
-struct Bf16 {
-    static constexpr int per = 2;
-
-    static INLINE vf dot(vf acc, vu w, u32 x) {
-#if defined(__AVX512BF16__)
-        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
-#else
-        acc += (vf)(w << 16) * splat(as_float(x << 16));
-        return acc + (vf)(w & 0xffff0000u) * splat(as_float(x & 0xffff0000u));
-#endif
-    }
-
-    static INLINE void put(u32* base, size_t index, vf x) {
-        u16* to = reinterpret_cast<u16*>(base) + index;
-#if defined(__AVX512BF16__)
-        store(to, _mm512_cvtneps_pbh((__m512)x));
-#else
-        const vu bits = (vu)x;
-        const vu nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-        store(to, __builtin_convertvector(x != x ? vu{} + 0x7fc0u : nearest, vh));
-#endif
-    }
-    static INLINE float get(const void* base, size_t index) {
-        return as_float((u32)static_cast<const u16*>(base)[index] << 16);
-    }
-};
-
-struct F32 {
-    static constexpr int per = 1;
-    static INLINE vf dot(vf acc, vu w, u32 x) { return acc + (vf)w * splat(as_float(x)); }
-    static INLINE void put(u32* base, size_t index, vf x) { store(base + index, x); }
-    static INLINE float get(const void* base, size_t index) {
-        return static_cast<const float*>(base)[index];
-    }
-};
-
-// Into the second level of cache: far fewer lines can be on their way into the first.
-INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
-
-// acc[r][v] += w[i][v] . x[r][i] for i below n. Of `next`, what is read later, LINES lines are fetched with each i,
-// `apart` units apart.
-template <class T, int LINES, int R, int NV>
-INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x, size_t ldx, size_t n,
-                       const u32* next, size_t apart) {
-    constexpr int EACH = 4, PARTS = (R + EACH - 1) / EACH;  // rows reached from one address by registers' multiples
-    const u32* from[PARTS];
-#pragma GCC unroll 3
-    for (int p = 0; p < PARTS; p++) from[p] = x + p * EACH * ldx;
-    for (size_t i = 0; i < n; i++, w += step) {
-        vu part[NV];
-        if (next)
-#pragma GCC unroll 4
-            for (int line = 0; line < LINES; line++) fetch(next + i * apart + line * LINE);
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) part[v] = load<vu>(w + v * W);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) acc[r][v] = T::dot(acc[r][v], part[v], from[r / EACH][r % EACH * ldx + i]);
-    }
-}
-
-// out[r] = sum over i of w[i] . x[r][i], of one panel w. Of `next` what the first `fetched` i of a panel
-// take is fetched on the way.
-template <class T, int R>
-void product(const u32* w, const u32* x, size_t ldx, size_t n, float* out, const u32* next, size_t fetched) {
-    constexpr int LINES = (PANEL + LINE - 1) / LINE;
-    vf acc[R][VECTORS] = {};
-    accumulate<T, LINES>(acc, w, PANEL, x, ldx, fetched, next, PANEL);
-    accumulate<T, 0>(acc, w + fetched * PANEL, PANEL, x + fetched, ldx, n - fetched, nullptr, 0);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) store(out + r * PANEL + v * W, acc[r][v]);
-}
-
-// Scores of the keys of two vectors of K at once: out[i][r] = sum over d of keys[i][d] . q[r][d].
-template <class T, int R>
-void score(const u32* const (&keys)[2], size_t step, const u32* q, size_t n, float* const (&out)[2], size_t ldo,
-           const std::ptrdiff_t (&ahead)[2]) {
-    vf acc[R][2] = {};
-    for (size_t d = 0; d < n; d++) {
-        const u32 *a = keys[0] + d * step, *b = keys[1] + d * step;
-        fetch(a + ahead[0]);
-        fetch(b + ahead[1]);
-        const vu part[2] = {load<vu>(a), load<vu>(b)};
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-            acc[r][0] = T::dot(acc[r][0], part[0], q[r * n + d]);
-            acc[r][1] = T::dot(acc[r][1], part[1], q[r * n + d]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-        store(out[0] + r * ldo, acc[r][0]);
-        store(out[1] + r * ldo, acc[r][1]);
-    }
-}
-
-// The V tiles of consecutive blocks and which of their keys count, both ends relative to the first block.
-struct Values {
-    const u32* const* tiles;
-    int from, to, block_size, head_dim;
-};
-
-// out[r][v] = sum over keys of p[r][key] * V[key][v], in units of keys.
-template <class T, int R, int NV>
-void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, size_t ldo) {
-    vf acc[R][NV] = {};
-    const int size = values.block_size, head = values.head_dim;
-    for (int block = values.from / size; block * size < values.to; block++) {
-        const u32* tile = values.tiles[block] + dim;
-        const u32* weights = p + (size_t)block * size / T::per;
-        int from = values.from - block * size, to = values.to - block * size;
-        from = from < 0 ? 0 : from;
-        to = to > size ? size : to;
-        const bool more = (block + AHEAD) * size < values.to;
-        const u32* next = more ? values.tiles[block + AHEAD] + dim : nullptr;
-        const auto single = [&](int unit, u32 mask) {  // one key of a pair whose other one does not count
-            for (int v = 0; v < NV; v++) {
-                const vu kept = load<vu>(tile + (size_t)unit * head + v * W) & mask;
-                for (int r = 0; r < R; r++) acc[r][v] = T::dot(acc[r][v], kept, weights[r * ldp + unit]);
-            }
-        };
-        if (T::per == 2 && from % 2) single(from++ / 2, 0xffff0000u);
-        constexpr int LINES = (NV * W + LINE - 1) / LINE;
-        accumulate<T, LINES>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
-                             to / T::per - from / T::per, next, head);
-        if (T::per == 2 && to % 2) single(to / 2, 0x0000ffffu);
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) store(out + r * ldo + v * W, acc[r][v]);
-}
-
-template <int N> struct Number {
-    static constexpr int value = N;
-};
-
-// Calls f with `n`, 1 to MOST, as a constant.
-template <int MOST, class F> INLINE void with_number(int n, const F& f) {
-    [&]<int... I>(std::integer_sequence<int, I...>) {
-        ((n == I + 1 ? f(Number<I + 1>{}) : void()), ...);
-    }(std::make_integer_sequence<int, MOST>{});
-}
-template <class F> INLINE void with_rows(int rows, const F& f) { with_number<ROWS>(rows, f); }
-
-// ---------------------------------------------------------------- quantised weights
-
-constexpr int GROUP = 32;          // inputs that share a scale
-constexpr int PAIRS = GROUP / 2;   // units of two 16-bit integers in a group
-
-enum Form : i64 { UNITS, NIBBLES, BYTES, W8A8 };
-
-// acc += w . x, pairs of 16-bit integers; `w` is not negative.
-INLINE vi dot_pairs(vi acc, vu w, u32 x) {
-#if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32((int)x));
-#elif defined(__AVX512BW__)
-    return acc + (vi)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32((int)x));
-#elif defined(__AVX2__)
-    return acc + (vi)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32((int)x));
-#elif defined(__SSE2__)
-    return acc + (vi)_mm_madd_epi16((__m128i)w, _mm_set1_epi32((int)x));
-#else
-    return acc + (vi)(w & 0xffffu) * (i32)(std::int16_t)x + (vi)(w >> 16) * ((i32)x >> 16);
-#endif
-}
-
-// Units of four 8-bit integers, of weights stored with 128 added, and of input. What is summed are 32-bit integers.
-struct Octets {
-    static INLINE vf dot(vf acc, vu w, u32 x) {
-#if defined(__AVX512VNNI__)
-        return (vf)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32((int)x));
-#else
-        const auto pair = [](u32 q) { return (u16)(std::int8_t)q | (u32)(u16)(std::int8_t)(q >> 16) << 16; };
-        const vi even = dot_pairs((vi)acc, w & 0x00ff00ffu, pair(x));
-        return (vf)dot_pairs(even, (w >> 8) & 0x00ff00ffu, pair(x >> 8));
-#endif
-    }
-};
-
-// W half precision numbers.
-INLINE vf halves(const u8* from) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(load<__m256i>(from));
-#elif defined(__F16C__)
-    return (vf)_mm256_cvtph_ps(load<__m128i>(from));
-#else
-    const vu bits = __builtin_convertvector(load<vh>(from), vu);
-    const vf size = (vf)((bits & 0x7fffu) << 13) * 0x1p112f;
-    return (vf)((vu)size | (bits & 0x8000u) << 16);
-#endif
-}
-
-// A group of 32 inputs of one panel: a scale of half precision for each column, perhaps an offset, then words,
-// [words][PANEL], each of one column and `parts` pairs of neighbouring inputs.
-struct Nibbles {  // offset + scale * (0 .. 15)
-    static constexpr int parts = 4, words = PAIRS / parts;
-    static constexpr bool offset = true;
-    static constexpr int weights = 4 * PANEL, bytes = weights + 4 * words * PANEL;
-    static INLINE vu part(vu word, int p) {
-        const vw moved = (vw)word >> (u16)(4 * p);
-        return p == 3 ? (vu)moved : (vu)moved & 0x000f000fu;
-    }
-    // What the words hold: the weights of a column, 8 to each, pairs 4 bits apart.
-    static u32 word(const u8* q) {
-        u32 all = 0;
-        for (int p = 0; p < parts; p++) all |= (q[2 * p] | (u32)q[2 * p + 1] << 16) << 4 * p;
-        return all;
-    }
-};
-struct Bytes {  // scale * (-128 .. 127), stored with 128 added, which sums of input take back
-    static constexpr int parts = 2, words = PAIRS / parts;
-    static constexpr bool offset = false;
-    static constexpr int weights = 2 * PANEL, bytes = weights + 4 * words * PANEL;
-    static INLINE vu part(vu word, int p) {
-        return p ? (vu)((vw)word >> (u16)8) : word & 0x00ff00ffu;
-    }
-    static u32 word(const u8* q) {
-        return q[0] | (u32)q[1] << 16 | (u32)q[2] << 8 | (u32)q[3] << 24;
-    }
-};
-
-// Rows of input as integers. Of each row and group, the sum of its integers as Q needs it: a float32 that an
-// offset is multiplied by, or what its scaled products begin with. (Of W8A8 a row has one sum.)
-struct Integers {
-    const u32* pairs;  // [rows][stride]
-    const u32* sums;   // [rows][stride / PAIRS]
-    size_t stride;
-};
-
-// Lane i of what comes is lane i ^ HALF.
-template <int HALF> INLINE vf partners(vf v) {
-#if defined(__clang__)
-    vf out;
-    for (int i = 0; i < W; i++) out[i] = v[i ^ HALF];
-    return out;
-#else
-    return __builtin_shuffle(v, lanes() ^ HALF);
-#endif
-}
-
-// Hadamard's transform of TURNED numbers, in place, 8 times as long as they are. It spreads what sticks out, so
-// that 8 bits resolve the rest; the weights have been turned likewise (Ashkboos et al., "QuaRot", 2024).
-constexpr int TURNED = 64;
-INLINE void turn(float* x) {
-    constexpr int N = TURNED / W;
-    vf v[N];
-#pragma GCC unroll 16
-    for (int i = 0; i < N; i++) v[i] = load<vf>(x + i * W);
-    const auto inside = [&](auto half) __attribute__((always_inline)) {
-        constexpr int HALF = decltype(half)::value;
-        const vu minus = (vu)((lanes() & HALF) != 0) << 31;
-#pragma GCC unroll 16
-        for (int i = 0; i < N; i++) v[i] = partners<HALF>(v[i]) + (vf)((vu)v[i] ^ minus);
-    };
-    inside(Number<1>{}), inside(Number<2>{});
-    if constexpr (W > 4) inside(Number<4>{});
-    if constexpr (W > 8) inside(Number<8>{});
-#pragma GCC unroll 4
-    for (int half = 1; half < N; half *= 2)
-#pragma GCC unroll 16
-        for (int i = 0; i < N; i++)
-            if (!(i & half)) {
-                const vf a = v[i], b = v[i + half];
-                v[i] = a + b, v[i + half] = a - b;
-            }
-#pragma GCC unroll 16
-    for (int i = 0; i < N; i++) store(x + i * W, v[i]);
-}
-
-// What an integer is worth when the greatest of n numbers becomes `most`. NaN when one is not finite, because
-// infinity and NaN have the greatest bits: so are all products then.
-float worth_of(const float* x, size_t n, float most) {
-    vi greatest = {};
-    for (size_t i = 0; i < n; i += W) {
-        const vi size = (vi)(load<vu>(x + i) & 0x7fffffffu);
-        greatest = size > greatest ? size : greatest;
-    }
-    i32 bits = 0;
-    for (int i = 0; i < W; i++) bits = std::max(bits, greatest[i]);
-    const float peak = as_float((u32)bits);
-    return peak / most + peak * 0.0f;
-}
-
-INLINE vi nearest(vf x) { return (vi)(x + 12582912.0f) - 0x4b400000; }
-
-INLINE i32 sum(vi v) {
-    i32 all = 0;
-    for (int i = 0; i < W; i++) all += v[i];
-    return all;
-}
-
-// Inputs of a row of n as they are padded.
-size_t padded_inputs(size_t n, i64 form) { return padded(n, form == W8A8 ? TURNED : GROUP); }
-
-// Writes a row of n numbers, padded with 0, as integers of 16 bits; returns what one is worth.
-float to_integers(const float* x, size_t n, bool as_offset, u32* pairs, u32* sums) {
-    const float worth = worth_of(x, n, 32767.0f), factor = worth > 0 ? 1.0f / worth : 0.0f;
-    for (size_t group = 0; group * GROUP < n; group++) {
-        vi total = {};
-        for (size_t i = group * GROUP; i < (group + 1) * GROUP; i += W) {
-            const vi whole = nearest(load<vf>(x + i) * factor);
-            total += whole;
-            store(reinterpret_cast<u16*>(pairs) + i, __builtin_convertvector(whole, vs));
-        }
-        const i32 all = sum(total);
-        const float shown = (float)all;
-        if (as_offset) std::memcpy(sums + group, &shown, 4);
-        else sums[group] = (u32)(-128 * all);
-    }
-    return worth;
-}
-
-// The same with 8 bits and one sum, after it has turned them.
-float to_octets(float* x, size_t n, u32* octets, u32* sums) {
-    for (size_t i = 0; i < n; i += TURNED) turn(x + i);
-    const float worth = worth_of(x, n, 127.0f), factor = worth > 0 ? 1.0f / worth : 0.0f;
-    vi total = {};
-    for (size_t i = 0; i < n; i += W) {
-        const vi whole = nearest(load<vf>(x + i) * factor);
-        total += whole;
-        store(reinterpret_cast<u8*>(octets) + i, __builtin_convertvector(whole, vb));
-    }
-    sums[0] = (u32)(-128 * sum(total));
-    return worth;
-}
-
-// totals[r][v] += one group's product. `Weights` gives unit i of vector v, and scale and offset of vector v.
-template <class Q, int R, class Weights>
-INLINE void add_group(float* totals, const Weights& weights, const Integers& x, size_t group) {
-    const size_t stride = x.stride, each = stride / PAIRS;
-    const u32 *pairs = x.pairs + group * PAIRS, *sums = x.sums + group;
-    vi acc[R][VECTORS];
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) acc[r][v] = Q::offset ? vi{} : vi{} + (i32)sums[r * each];
-    weights.each([&](int v, int i, vu part) __attribute__((always_inline)) {
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++)
-            acc[r][v] = dot_pairs(acc[r][v], part, pairs[r * stride + i]);
-    });
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) {
-        const vf scale = weights.scale(v), offset = Q::offset ? weights.offset(v) : vf{};
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-            float* at = totals + r * PANEL + v * W;
-            vf total = load<vf>(at) + __builtin_convertvector(acc[r][v], vf) * scale;
-            if (Q::offset) total += offset * as_float(sums[r * each]);
-            store(at, total);
-        }
-    }
-}
-
-// A group as it is stored.
-template <class Q> struct Stored {
-    const u8* at;
-    template <class F> INLINE void each(const F& f) const {
-#pragma GCC unroll 1
-        for (int word = 0; word < Q::words; word++) {
-            const u8* from = at + Q::weights + word * PANEL * 4;
-            vu words[VECTORS];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) {
-                __builtin_prefetch(from + v * W * 4 + FETCHED);
-                words[v] = load<vu>(from + v * W * 4);
-            }
-#pragma GCC unroll 4
-            for (int p = 0; p < Q::parts; p++)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++) f(v, word * Q::parts + p, Q::part(words[v], p));
-        }
-    }
-    INLINE vf scale(int v) const { return halves(at + v * W * 2); }
-    INLINE vf offset(int v) const { return halves(at + (PANEL + v * W) * 2); }
-};
-
-// The same, unpacked once for many rows.
-template <class Q> struct Unpacked {
-    alignas(64) u32 units[PAIRS][PANEL];
-    alignas(64) float scales[PANEL], offsets[PANEL];
-
-    INLINE void take(const u8* at) {
-#pragma GCC unroll 1
-        for (int word = 0; word < Q::words; word++) {
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) {
-                const u8* from = at + Q::weights + (word * PANEL + v * W) * 4;
-                __builtin_prefetch(from + FETCHED);
-                const vu all = load<vu>(from);
-#pragma GCC unroll 4
-                for (int p = 0; p < Q::parts; p++) store(units[word * Q::parts + p] + v * W, Q::part(all, p));
-            }
-        }
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) {
-            store(scales + v * W, halves(at + v * W * 2));
-            if (Q::offset) store(offsets + v * W, halves(at + (PANEL + v * W) * 2));
-        }
-    }
-};
-template <class Q> struct Ready {
-    const Unpacked<Q>& from;
-    template <class F> INLINE void each(const F& f) const {
-#pragma GCC unroll 1
-        for (int i = 0; i < PAIRS; i++) {
-            vu part[VECTORS];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) part[v] = load<vu>(from.units[i] + v * W);
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) f(v, i, part[v]);
-        }
-    }
-    INLINE vf scale(int v) const { return load<vf>(from.scales + v * W); }
-    INLINE vf offset(int v) const { return load<vf>(from.offsets + v * W); }
-};
-
-// totals[r][v] += all groups of a panel, unpacked on the way: for few rows.
-template <class Q, int R>
-void add_stored(float* totals, const u8* w, const Integers& x, size_t groups) {
-    for (size_t g = 0; g < groups; g++) add_group<Q, R>(totals, Stored<Q>{w + g * Q::bytes}, x, g);
-}
-
-template <class Q, int R>
-void add_unpacked(float* totals, const Unpacked<Q>& w, const Integers& x, size_t group) {
-    add_group<Q, R>(totals, Ready<Q>{w}, x, group);
-}
-
-// Splits `count` into tiles of at most ROWS, as even as can be, and calls f(first, rows).
-template <class F> INLINE void tiles_of(size_t count, const F& f) {
-    const size_t tiles = (count + ROWS - 1) / ROWS;
-    for (size_t i = 0; i < tiles; i++) {
-        const size_t first = count * i / tiles;
-        f(first, (int)(count * (i + 1) / tiles - first));
-    }
-}
-
-}  // namespace
-
 #include "draw.h"
+#include "quantised.h"
+#include "threads.h"
+#include "vectors.h"
 
 // ---------------------------------------------------------------- the interface; native.py mirrors it
 
@@ -615,85 +72,14 @@ struct Step {
 
 namespace {
 
-// ---------------------------------------------------------------- threads
-
-void relax(int spins) {
-    if (spins >= 100) {
-        sched_yield();  // whoever we wait for may need this core
-        return;
-    }
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-// One stage of a step, in pieces that threads take as they come. It is over when its pieces are, not when all
-// threads have seen it, so a thread that lost its core with no piece in hand keeps nobody waiting. Both words
-// hold the step's number above a count: a thread from an earlier step finds another number and leaves. What a
-// step points to may be read only with a piece in hand, for only then must the step still be going on.
-class Stage {
-  public:
-    void open(u32 step, u32 pieces) {
-        const u64 word = (u64)step << 32 | pieces;
-        pending_.store(word, std::memory_order_relaxed);
-        left_.store(word, std::memory_order_release);
-    }
-
-    // Calls f(pieces left behind this one) for each piece taken; returns false if the step is another one.
-    template <class F> bool run(u32 step, const F& f) {
-        for (u64 word = left_.load(std::memory_order_acquire);;) {
-            if (word >> 32 != step) return false;
-            if ((u32)word == 0) break;
-            if (!left_.compare_exchange_weak(word, word - 1, std::memory_order_acquire)) continue;
-            f((u32)word - 1);
-            pending_.fetch_sub(1, std::memory_order_release);
-            word = left_.load(std::memory_order_acquire);
-        }
-        for (int spins = 0;; spins++) {
-            const u64 word = pending_.load(std::memory_order_acquire);
-            if (word >> 32 != step) return false;
-            if ((u32)word == 0) return true;
-            relax(spins);
-        }
-    }
-
-  private:
-    alignas(64) std::atomic<u64> left_{0};
-    alignas(64) std::atomic<u64> pending_{0};
-};
-
-// Memory that grows and is never copied; large ones in huge pages.
-class Buffer {
-  public:
-    ~Buffer() { std::free(at_); }
-    void reserve(size_t bytes) {
-        if (bytes <= size_) return;
-        std::free(at_);
-        at_ = nullptr, size_ = 0;
-        const size_t align = bytes < (1u << 20) ? 64 : 2u << 20;
-        at_ = std::aligned_alloc(align, padded(bytes, align));
-        if (!at_) throw std::bad_alloc();
-        size_ = padded(bytes, align);
-#if defined(MADV_HUGEPAGE)
-        if (align > 64) madvise(at_, size_, MADV_HUGEPAGE);
-#endif
-        std::memset(at_, 0, size_);
-    }
-    template <class T> T* as() const { return static_cast<T*>(at_); }
-
-  private:
-    void* at_ = nullptr;
-    size_t size_ = 0;
-};
-
 // Consecutive tokens of one sequence that share each load of its K and V.
 struct Tile {
     i32 row, first, count, position;  // `first` in the flat batch, `position` in the sequence
+    bool sampled;                     // whether one of the tokens is
 };
 
 struct Scratch {  // of one thread
+    Later later;
     Buffer queries, scores, tiles, out, row;
     Candidates candidates;
     Buffer best;  // of each output and lane: the greatest logit, its id, and NaN once one was not finite
@@ -749,6 +135,16 @@ class Engine {
     std::vector<std::thread> threads;
     std::vector<Scratch> scratch;
     std::vector<Stage> stages;
+    Strips strips;
+    std::atomic<bool> in_strips{false};   // the layers of this step
+    std::vector<size_t> strip_tiles;      // of each strip the first one; and the end
+    std::vector<i32> blocks_read;         // by the strips, one after the other
+    std::vector<size_t> strip_blocks;     // of each strip the first one; and the end
+    struct Writers {
+        u64 strips;  // as bits
+        u32 step;    // in which they write
+    };
+    std::vector<Writers> writers;  // of each block
     std::atomic<u32> number{0};  // of the step
     std::atomic<bool> stopping{false};
 
@@ -757,6 +153,14 @@ class Engine {
     std::vector<Tile> tiles;
     size_t ld_hidden, ld_qkv, ld_gated;  // padded to whole panels
     size_t ld_integers;                  // in pairs
+
+    // The part of `count` that is piece `left` from the end of `pieces`.
+    struct Range {
+        size_t from, to;
+        Range(size_t from, size_t to) : from(from), to(to) {}
+        Range(size_t count, size_t pieces, u32 left)
+            : from(count * (pieces - 1 - left) / pieces), to(count * (pieces - left) / pieces) {}
+    };
 
     size_t group() const { return m.heads / m.kv_heads; }
     size_t tile_units(int per) const { return (size_t)m.head_dim * m.block_size / per; }  // of K, or of V
@@ -793,20 +197,28 @@ class Engine {
         positions.reserve(n * 4);
         owners.reserve(n * 4);
         tiles.clear();
-        const size_t most = std::max<size_t>(1, ROWS / group());
+        const i32 most = std::max<i32>(1, ROWS / group());
         size_t longest = 0;
         i32 token = 0;
+        i64 output = 0;
+        const size_t count = strips_of(n);
+        strip_tiles.clear();
         for (i32 row = 0; row < s.rows; row++) {
             for (i32 i = 0; i < s.counts[row]; i++, token++) {
                 positions.as<i32>()[token] = s.starts[row] + i;
                 owners.as<i32>()[token] = row;
-                if (i % most == 0) tiles.push_back({row, token, 0, s.starts[row] + i});
+                const bool opens = (size_t)token == n * strip_tiles.size() / count;
+                if (opens) strip_tiles.push_back(tiles.size());
+                if (i == 0 || opens || tiles.back().count == most)
+                    tiles.push_back({row, token, 0, s.starts[row] + i, false});
                 tiles.back().count++;
+                if (output < s.outputs && s.sampled[output] == token) tiles.back().sampled = true, output++;
             }
             longest = std::max<size_t>(longest, s.starts[row] + s.counts[row]);
         }
         const size_t rows = most * group();
         for (auto& own : scratch) {
+            own.later = {};
             own.queries.reserve(rows * m.head_dim * 4);
             own.scores.reserve(rows * scores_stride(longest) * 4);
             own.tiles.reserve((longest / m.block_size + 2) * sizeof(void*) * 2);
@@ -818,7 +230,54 @@ class Engine {
                 own.best.as<vf>()[i] = splat(-INFINITY), own.where(s.outputs)[i] = vi{},
                 own.faults(s.outputs)[i] = vf{};
         }
-        for (size_t i = 0; i < stages.size(); i++) stages[i].open(number + 1, (u32)pieces(i));
+        strip_tiles.resize(count + 1, tiles.size());
+        const u32 next = number.load(std::memory_order_relaxed) + 1;
+        open_strips(next, count);
+        in_strips.store(count > 1, std::memory_order_relaxed);
+        for (size_t i = 0; i < stages.size(); i++)
+            if (count == 1 || i < BEFORE || i >= stages.size() - LAST_PIECES - 1) stages[i].open(next, (u32)pieces(i));
+    }
+
+    // Strips that the layers of so many tokens are shared out in; with one, threads share out columns instead. Each
+    // strip reads all weights, so few tokens are better off with columns.
+    size_t strips_of(size_t tokens) const {
+        constexpr size_t ENOUGH = 40, LEAST = 20;  // tokens for each thread, and of a strip
+        const size_t threads = m.threads;
+        return threads > 1 && tokens >= ENOUGH * threads ? std::min({tokens / LEAST, 4 * threads, Strips::MOST}) : 1;
+    }
+
+    Range strip_rows(size_t strip) const {
+        const size_t count = strip_tiles.size() - 1;
+        return {s.tokens * strip / count, s.tokens * (strip + 1) / count};
+    }
+
+    // Which blocks each strip reads, and which other strips write to them.
+    void open_strips(u32 step, size_t count) {
+        writers.resize(m.blocks);
+        for (size_t strip = 0; strip < count; strip++)
+            for (size_t token = strip_rows(strip).from; token < strip_rows(strip).to; token++) {
+                Writers& of = writers[s.tables[owners.as<i32>()[token]][positions.as<i32>()[token] / m.block_size]];
+                if (of.step != step) of = {0, step};
+                of.strips |= 1ull << strip;
+            }
+        u64 needs[Strips::MOST] = {};
+        blocks_read.clear();
+        strip_blocks.clear();
+        for (size_t strip = 0; strip < count; strip++) {
+            strip_blocks.push_back(blocks_read.size());
+            for (size_t i = strip_tiles[strip]; i < strip_tiles[strip + 1]; i++) {
+                const Tile& tile = tiles[i];
+                if (i + 1 < strip_tiles[strip + 1] && tiles[i + 1].row == tile.row) continue;  // which reads more
+                for (i32 b = 0; b * m.block_size < tile.position + tile.count; b++) {
+                    const i32 block = s.tables[tile.row][b];
+                    blocks_read.push_back(block);
+                    if (writers[block].step == step) needs[strip] |= writers[block].strips;
+                }
+            }
+            needs[strip] &= ~(1ull << strip);
+        }
+        strip_blocks.push_back(blocks_read.size());
+        strips.open(step, count, needs);
     }
 
     Kind kind(size_t stage) const {
@@ -838,8 +297,7 @@ class Engine {
             case COPY: return s.copies * m.layers;
             case EMBED: case NORM: case PLACE: case POST_NORM: case LAST_NORM: return some;
             case QKV: return shares(qkv_columns(), n);
-            case ATTEND:
-                return stage + LAST_PIECES + 2 == stages.size() && !s.outputs ? 0 : tiles.size() * m.kv_heads;
+            case ATTEND: return tiles.size() * m.kv_heads;
             case COMPACT: return stage + LAST_PIECES + 1 == stages.size() && s.outputs < s.tokens;
             case ROUND_ATTENDED: return layer_of(stage)->output.form == UNITS ? 0 : some;
             case ROUND_GATED: return layer_of(stage)->down.form == UNITS ? 0 : some;
@@ -862,18 +320,74 @@ class Engine {
         return rows ? std::min<size_t>(padded(columns, PANEL) / PANEL, m.threads) : 0;
     }
 
-    // The part of `count` that is piece `left` from the end of `pieces`.
-    struct Range {
-        size_t from, to;
-        Range(size_t count, size_t pieces, u32 left)
-            : from(count * (pieces - 1 - left) / pieces), to(count * (pieces - left) / pieces) {}
+    // Some rows of a product and some panels of its columns.
+    struct Part {
+        Range rows, panels;
+        Later& later;
     };
+    Part share(size_t columns, size_t rows, u32 left, Scratch& own) const {
+        return {{0, rows}, {padded(columns, PANEL) / PANEL, shares(columns, rows), left}, own.later};
+    }
+    static Part across(size_t columns, Range rows, Scratch& own) {
+        return {rows, {0, padded(columns, PANEL) / PANEL}, own.later};
+    }
 
     size_t scores_stride(size_t length) const { return padded(length, m.block_size) + 2 * W; }
 
     template <class T> void compute(int t, u32 step) {
-        for (size_t i = 0; i < stages.size(); i++)
-            if (!stages[i].run(step, [&](u32 left) { work_on<T>(t, i, left); })) return;
+        const auto run = [&](size_t from, size_t to) {
+            for (size_t i = from; i < to; i++)
+                if (!stages[i].run(step, [&](u32 left) { work_on<T>(t, i, left); })) return false;
+            return true;
+        };
+        if (!in_strips.load(std::memory_order_relaxed)) {
+            run(0, stages.size());
+        } else if (run(0, BEFORE) &&
+                   strips.run(step, t, m.threads, 2 * (u32)layers.size(), [&](size_t strip, u32 done) {
+                       done % 2 ? finish_layer<T>(t, strip, done / 2) : begin_layer<T>(t, strip, done / 2);
+                   })) {
+            run(stages.size() - LAST_PIECES - 1, stages.size());
+        }
+    }
+
+    template <class T> void fetch_share(Scratch& own, size_t index, size_t piece, size_t pieces) {
+        const size_t all = blocks_read.size();
+        fetch_later<T>(own, index, all * piece / pieces, all * (piece + 1) / pieces);
+    }
+
+    template <class T> void fetch_later(Scratch& own, size_t index, size_t from, size_t to) {
+        if (index == layers.size() || layers[index].window) return own.later.begin(nullptr, 1, nullptr, 0);
+        own.later.begin(m.kv + tile_at<T>(index, 0, 0), m.kv_heads * 2 * tile_units(T::per) / LINE,
+                        blocks_read.data() + from, to - from);
+    }
+
+    // A layer of a strip up to its K and V.
+    template <class T> void begin_layer(int t, size_t strip, size_t index) {
+        const Layer& layer = layers[index];
+        const Range rows = strip_rows(strip);
+        Scratch& own = scratch[t];
+        if (index == 0) fetch_later<T>(own, 0, strip_blocks[strip], strip_blocks[strip + 1]);
+        normalise<T>(own, rows, layer.input_norm, layer.qkv.form);
+        project_qkv<T>(layer, across(qkv_columns(), rows, own));
+        place<T>(rows, layer, index);
+    }
+
+    // The rest of it; of the last layer its attention alone.
+    template <class T> void finish_layer(int t, size_t strip, size_t index) {
+        const Layer& layer = layers[index];
+        Scratch& own = scratch[t];
+        for (size_t i = strip_tiles[strip]; i < strip_tiles[strip + 1]; i++)
+            for (i64 head = 0; head < m.kv_heads; head++) attend<T>(own, index, tiles[i], head);
+        if (index + 1 == layers.size()) return;
+        fetch_later<T>(own, index + 1, strip_blocks[strip], strip_blocks[strip + 1]);
+        const Range rows = strip_rows(strip);
+        const size_t heads = m.heads * m.head_dim;
+        if (layer.output.form != UNITS) round(own, rows, attended.as<float>(), heads, heads, layer.output.form);
+        add_product<T>(layer.output, attended.as<u32>(), heads, heads, across(m.hidden, rows, own));
+        normalise<T>(own, rows, layer.post_norm, layer.gate_up.form);
+        gate<T>(layer, across(gate_columns(), rows, own));
+        if (layer.down.form != UNITS) round(own, rows, gated.as<float>(), ld_gated, m.intermediate, layer.down.form);
+        add_product<T>(layer.down, gated.as<u32>(), ld_gated, m.intermediate, across(m.hidden, rows, own));
     }
 
     template <class T> void work_on(int t, size_t stage, u32 left) {
@@ -881,27 +395,33 @@ class Engine {
         const Range some(n, count, left);
         const Layer* layer = layer_of(stage);
         const size_t heads = m.heads * m.head_dim;
-        const Scratch& own = scratch[t];
+        Scratch& own = scratch[t];
         switch (kind(stage)) {
             case COPY: return copy<T>(count - 1 - left);
             case EMBED: return embed<T>(some);
             case NORM: return normalise<T>(own, some, layer->input_norm, layer->qkv.form);
-            case QKV: return project_qkv<T>(*layer, n, left);
+            case QKV:
+                if (index == 0) fetch_share<T>(own, 0, count - 1 - left, count);
+                return project_qkv<T>(*layer, share(qkv_columns(), n, left, own));
             case PLACE: return place<T>(some, *layer, index);
             case ATTEND: {
                 const size_t piece = count - 1 - left;
-                return attend<T>(own, *layer, index, tiles[piece / m.kv_heads], piece % m.kv_heads);
+                return attend<T>(own, index, tiles[piece / m.kv_heads], piece % m.kv_heads);
             }
             case COMPACT: return compact<T>(layer->output.form);
             case ROUND_ATTENDED: return round(own, some, attended.as<float>(), heads, heads, layer->output.form);
             case ROUND_GATED:
                 return round(own, some, gated.as<float>(), ld_gated, m.intermediate, layer->down.form);
-            case OUTPUT: return add_product<T>(layer->output, attended.as<u32>(), heads, heads, n, left);
+            case OUTPUT:
+                fetch_share<T>(own, index + 1, count - 1 - left, count);
+                return add_product<T>(layer->output, attended.as<u32>(), heads, heads, share(m.hidden, n, left, own));
             case POST_NORM: return normalise<T>(own, some, layer->post_norm, layer->gate_up.form);
-            case GATE: return gate<T>(*layer, n, left);
-            case DOWN: return add_product<T>(layer->down, gated.as<u32>(), ld_gated, m.intermediate, n, left);
+            case GATE: return gate<T>(*layer, share(gate_columns(), n, left, own));
+            case DOWN: 
+                return add_product<T>(layer->down, gated.as<u32>(), ld_gated, m.intermediate,
+                                      share(m.hidden, n, left, own));
             case LAST_NORM: return normalise<T>(own, some, m.norm, m.head.form);
-            case HEAD: return choose<T>(own, left);
+            case HEAD: return choose<T>(own, share(m.vocab, n, left, own));
             case DRAW: return draw(t, left);
         }
     }
@@ -979,23 +499,22 @@ class Engine {
         return 1.0f / std::sqrt(sum(squares) / (float)count + (float)m.epsilon);
     }
 
-    // store_tile(row, first column, values of a panel) for one share of the columns of x . weight. Quantised weights
-    // take what `integers` holds instead of x.
+    // store_tile(row, first column, values of a panel) for a part of x . weight. Quantised weights take what
+    // `integers` holds instead of x.
     template <class T, class Store>
-    void multiply(u32 left, const Linear& linear, size_t inner, size_t columns, const u32* x, size_t ldx,
-                  size_t rows, const Store& store_tile) {
+    void multiply(const Part& part, const Linear& linear, size_t inner, const u32* x, size_t ldx,
+                  const Store& store_tile) {
         if constexpr (T::per == 2) {
-            if (linear.form == W8A8) return multiply_octets(left, linear, inner, columns, rows, store_tile);
-            if (linear.form != UNITS) return multiply_quantised(left, linear, inner, columns, rows, store_tile);
+            if (linear.form == W8A8) return multiply_octets(part, linear, inner, store_tile);
+            if (linear.form != UNITS) return multiply_quantised(part, linear, inner, store_tile);
         }
-        multiply_units<T>(left, linear, inner / T::per, columns, x, ldx, rows, store_tile);
+        multiply_units<T>(part, linear, inner / T::per, x, ldx, store_tile);
     }
 
     template <class Store>
-    void multiply_octets(u32 left, const Linear& linear, size_t inner, size_t columns, size_t rows,
-                         const Store& store_tile) {
+    void multiply_octets(const Part& part, const Linear& linear, size_t inner, const Store& store_tile) {
         multiply_units<Octets>(
-            left, linear, padded_inputs(inner, W8A8) / 4, columns, integers.as<u32>(), ld_integers, rows,
+            part, linear, padded_inputs(inner, W8A8) / 4, integers.as<u32>(), ld_integers,
             [&](size_t row, size_t column, float* values) {
                 const i32 begin = sums.as<i32>()[row * (ld_integers / PAIRS)];
                 const float worth = worths.as<float>()[row];
@@ -1008,23 +527,24 @@ class Engine {
 
     // Of units as T has them, k of them in a row.
     template <class T, class Store>
-    void multiply_units(u32 left, const Linear& linear, size_t k, size_t columns, const u32* x, size_t ldx,
-                        size_t rows, const Store& store_tile) {
+    void multiply_units(const Part& part, const Linear& linear, size_t k, const u32* x, size_t ldx,
+                        const Store& store_tile) {
         const u32* weight = reinterpret_cast<const u32*>(linear.weight);
         constexpr size_t FEW = 4;  // rows that the hardware fetches weights for as fast as memory can
         constexpr size_t SOME = 240;  // rows whose input stays in the cache beside a panel of weights
-        const Range panels(padded(columns, PANEL) / PANEL, shares(columns, rows), left);
         alignas(64) float out[ROWS * PANEL];
-        for (size_t base = 0; base < rows; base += SOME) {
-            const size_t part = std::min(SOME, rows - base);
-            const bool fetches = part > FEW;  // of the next panel, each tile of rows its share
-            for (size_t panel = panels.from; panel < panels.to; panel++) {
+        for (size_t base = part.rows.from; base < part.rows.to; base += SOME) {
+            const size_t rows = std::min(SOME, part.rows.to - base);
+            const bool fetches = rows > FEW;  // of the next panel, each tile of rows its share
+            for (size_t panel = part.panels.from; panel < part.panels.to; panel++) {
                 const u32* w = weight + panel * PANEL * k;
-                tiles_of(part, [&](size_t first, int count) {
+                tiles_of(rows, [&](size_t first, int count) {
                     const size_t row = base + first;
-                    const size_t begin = fetches ? k * first / part : 0, end = fetches ? k * (first + count) / part : 0;
+                    const size_t begin = fetches ? k * first / rows : 0, end = fetches ? k * (first + count) / rows : 0;
+                    const Lines later = fetches && part.later.more() ? part.later.take(k - (end - begin)) : Lines{};
                     with_rows(count, [&](auto R) {
-                        product<T, R.value>(w, x + row * ldx, ldx, k, out, w + (k + begin) * PANEL, end - begin);
+                        product<T, R.value>(w, x + row * ldx, ldx, k, out, w + (k + begin) * PANEL, end - begin,
+                                             later);
                     });
                     for (int r = 0; r < count; r++) store_tile(row + r, panel * PANEL, out + r * PANEL);
                 });
@@ -1033,18 +553,18 @@ class Engine {
     }
 
     template <class Store>
-    void multiply_quantised(u32 left, const Linear& linear, size_t inner, size_t columns, size_t rows,
-                            const Store& store_tile) {
+    void multiply_quantised(const Part& part, const Linear& linear, size_t inner, const Store& store_tile) {
         constexpr size_t SOME = 240;  // rows whose sums stay in the cache
-        const size_t groups = (inner + GROUP - 1) / GROUP, parts = (rows + SOME - 1) / SOME;
-        const Range panels(padded(columns, PANEL) / PANEL, shares(columns, rows), left);
+        const size_t groups = (inner + GROUP - 1) / GROUP, all = part.rows.to - part.rows.from;
+        const size_t parts = (all + SOME - 1) / SOME;
         alignas(64) float out[SOME * PANEL];
-        for (size_t panel = panels.from; panel < panels.to; panel++)
+        for (size_t panel = part.panels.from; panel < part.panels.to; panel++)
             for (size_t p = 0; p < parts; p++) {
-                const size_t base = rows * p / parts, part = rows * (p + 1) / parts - base;
-                if (linear.form == NIBBLES) multiply_panel<Nibbles>(linear.weight, panel, groups, base, part, out);
-                else multiply_panel<Bytes>(linear.weight, panel, groups, base, part, out);
-                for (size_t r = 0; r < part; r++) {
+                const size_t base = part.rows.from + all * p / parts;
+                const size_t rows = part.rows.from + all * (p + 1) / parts - base;
+                if (linear.form == NIBBLES) multiply_panel<Nibbles>(linear.weight, panel, groups, base, rows, out);
+                else multiply_panel<Bytes>(linear.weight, panel, groups, base, rows, out);
+                for (size_t r = 0; r < rows; r++) {
                     float* own = out + r * PANEL;
                     for (int v = 0; v < PANEL; v += W)
                         store(own + v, load<vf>(own + v) * worths.as<float>()[base + r]);
@@ -1088,8 +608,8 @@ class Engine {
         return bias ? load<vf>(values) + load<vf>(bias) : load<vf>(values);
     }
 
-    template <class T> void project_qkv(const Layer& layer, size_t n, u32 left) {
-        multiply<T>(left, layer.qkv, m.hidden, qkv_columns(), normed.as<u32>(), ld_hidden / T::per, n,
+    template <class T> void project_qkv(const Layer& layer, const Part& part) {
+        multiply<T>(part, layer.qkv, m.hidden, normed.as<u32>(), ld_hidden / T::per,
                     [&](size_t row, size_t column, const float* values) {
                         float* to = projected.as<float>() + row * ld_qkv + column;
                         const float* bias = layer.qkv.bias;
@@ -1100,8 +620,8 @@ class Engine {
 
     // residual += x . weight + bias.
     template <class T>
-    void add_product(const Linear& linear, const u32* x, size_t ldx, size_t inner, size_t n, u32 left) {
-        multiply<T>(left, linear, inner, m.hidden, x, ldx / T::per, n,
+    void add_product(const Linear& linear, const u32* x, size_t ldx, size_t inner, const Part& part) {
+        multiply<T>(part, linear, inner, x, ldx / T::per,
                     [&](size_t row, size_t column, const float* values) {
                         float* to = residual.as<float>() + row * ld_hidden + column;
                         const float* bias = linear.bias;
@@ -1111,9 +631,9 @@ class Engine {
     }
 
     // silu(gate) * up; columns come as vectors of gate and up in turn.
-    template <class T> void gate(const Layer& layer, size_t n, u32 left) {
-        multiply<T>(left, layer.gate_up, m.hidden, gate_columns(), normed.as<u32>(),
-                    ld_hidden / T::per, n, [&](size_t row, size_t column, const float* values) {
+    template <class T> void gate(const Layer& layer, const Part& part) {
+        multiply<T>(part, layer.gate_up, m.hidden, normed.as<u32>(), ld_hidden / T::per,
+                    [&](size_t row, size_t column, const float* values) {
                         u32* to = gated.as<u32>() + row * ld_gated / T::per;
                         float* exact = gated.as<float>() + row * ld_gated;
                         const bool rounds = layer.down.form != UNITS;
@@ -1187,7 +707,9 @@ class Engine {
     }
 
     template <class T>
-    void attend(const Scratch& own, const Layer& layer, size_t index, const Tile& tile, size_t kv_head) {
+    void attend(const Scratch& own, size_t index, const Tile& tile, size_t kv_head) {
+        if (index + 1 == layers.size() && !tile.sampled) return;
+        const Layer& layer = layers[index];
         const size_t head = m.head_dim, units = head / T::per, heads = group(), rows = tile.count * heads;
         const int size = (int)m.block_size, end = tile.position + tile.count;
         const auto least = [&](int position) {  // the first position a token at `position` sees
@@ -1301,13 +823,13 @@ class Engine {
     }
 
     // Logits of the sampled tokens, and the greatest of each lane.
-    template <class T> void choose(const Scratch& own, u32 left) {
+    template <class T> void choose(const Scratch& own, const Part& part) {
         const size_t vocab = m.vocab;
         vf* best = own.best.as<vf>();
         vi* where = own.where(s.outputs);
         vf* faults = own.faults(s.outputs);
         const vi lane = lanes();
-        multiply<T>(left, m.head, m.hidden, vocab, normed.as<u32>(), ld_hidden / T::per, s.outputs,
+        multiply<T>(part, m.head, m.hidden, normed.as<u32>(), ld_hidden / T::per,
                     [&](size_t row, size_t column, const float* values) {
                         if (s.kept[row] >= 0) {
                             const size_t count = std::min<size_t>(PANEL, vocab - column);

@@ -166,6 +166,42 @@ def test_a_token_has_the_same_logits_to_the_last_bit_whatever_the_chunks_and_the
             assert torch.equal(logits, torch.cat(want))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_that_take_tokens_through_the_layers_wait_for_what_they_read(
+    tmp_path: Path, dtype: str
+) -> None:
+    # Many tokens in one step; the last rows read what the others write in the same step.
+    loaded = load(write_tiny_model(tmp_path / "model", num_hidden_layers=6), dtype)
+    lengths = (130, 1, 64, 90)
+    tables = [list(range(first, first + 40)) for first in (200, 240, 280, 320)]
+    texts = [text(length, length) for length in lengths]
+    one = native(loaded, 400, 4, threads=1)
+    whole = [
+        one.logits([Row(seq, 0, tokens, table)])
+        for seq, (tokens, table) in enumerate(zip(texts, tables, strict=True))
+    ]
+    follow = [Row(4, 120, texts[0][120:], tables[0][:30] + list(range(360, 370)))]
+    starts = (4, 48, 88)
+    follow += [
+        Row(5 + i, at, texts[3][at : at + 1], [*tables[3][: at // 4], 370 + i])
+        for i, at in enumerate(starts)
+    ]
+    tails = [whole[0][120:], *(whole[3][at : at + 1] for at in starts)]
+    rng = random.Random(0)
+    for threads in (2, 3, 7):
+        runner = native(loaded, 400, 4, threads=threads)
+        for turn in range(60):
+            runner.kv.memory.fill(POISON)
+            counts = (rng.randint(120, 130), 1, rng.randint(40, 64), rng.randint(88, 90))
+            rows = [Row(seq, 0, texts[seq][:n], tables[seq]) for seq, n in enumerate(counts)]
+            want = [logits[:n] for logits, n in zip(whole, counts, strict=True)]
+            if turn % 2:  # readers stand before writers
+                rows, want = [*follow, *rows], [*tails, *want]
+            else:
+                rows, want = [*rows, *follow], [*want, *tails]
+            assert torch.equal(runner.logits(rows), torch.cat(want))
+
+
 def test_threads_that_come_late_to_a_step_change_nothing(loaded: LoadedModel) -> None:
     # More threads than cores: most see a step only when later ones are under way, some never do.
     prompts = [text(length, seed) for seed, length in enumerate((33, 5, 64))]

@@ -1,0 +1,265 @@
+// Vectors, units, and the loops over them. A unit is what step.cpp says.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <sched.h>
+#include <sys/mman.h>
+#include <thread>
+#include <utility>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using std::size_t;
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+// ---------------------------------------------------------------- vectors
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // lanes of a vector
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+// Rows of a tile of accumulators, which must fit the registers beside a panel's vectors of weights. Tall tiles
+// rather than wide ones, because up to so many rows read each weight once, and memory is never left idle.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int ROWS = 12;
+#else
+constexpr int ROWS = 6;
+#endif
+constexpr int VECTORS = 2;
+constexpr int PANEL = VECTORS * W;
+constexpr int MOST_HEAD = 256;
+constexpr int LINE = 16;  // units of a cache line
+constexpr int AHEAD = 3;  // blocks of K and V fetched before they are needed
+constexpr int FETCHED = 2048;  // bytes of quantised weights fetched before they are needed
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef u32 vu __attribute__((vector_size(W * 4)));
+typedef i32 vi __attribute__((vector_size(W * 4)));
+typedef u16 vh __attribute__((vector_size(W * 2)));
+typedef u16 vw __attribute__((vector_size(W * 4)));
+typedef std::int16_t vs __attribute__((vector_size(W * 2)));
+typedef std::int8_t vb __attribute__((vector_size(W)));
+
+#define INLINE inline __attribute__((always_inline))
+#define PUBLIC __attribute__((visibility("default")))
+
+template <class V> INLINE V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+template <class V> INLINE void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE float as_float(u32 bits) { return load<float>(&bits); }
+
+size_t padded(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+INLINE vi lanes() {
+    vi v;
+    for (int i = 0; i < W; i++) v[i] = i;
+    return v;
+}
+
+INLINE float sum(vf v) {
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+    return v[0];
+}
+
+// e^x to about 1e-7, 0 and infinity rounded to the least and most normal numbers; NaN stays NaN.
+INLINE vf exponential(vf x) {
+    x = x < -87.0f ? splat(-87.0f) : x;
+    x = x > 88.0f ? splat(88.0f) : x;
+    const vf shifted = x * 1.44269504f + 12582912.0f;  // rounds to a whole number in the low bits
+    const vf whole = shifted - 12582912.0f;
+    const vf r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (vf)(((vu)shifted + 127u) << 23);
+}
+
+// ---------------------------------------------------------------- the two kinds of unit
+
+struct Bf16 {
+    static constexpr int per = 2;
+
+    static INLINE vf dot(vf acc, vu w, u32 x) {
+#if defined(__AVX512BF16__)
+        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
+#else
+        acc += (vf)(w << 16) * splat(as_float(x << 16));
+        return acc + (vf)(w & 0xffff0000u) * splat(as_float(x & 0xffff0000u));
+#endif
+    }
+
+    static INLINE void put(u32* base, size_t index, vf x) {
+        u16* to = reinterpret_cast<u16*>(base) + index;
+#if defined(__AVX512BF16__)
+        store(to, _mm512_cvtneps_pbh((__m512)x));
+#else
+        const vu bits = (vu)x;
+        const vu nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        store(to, __builtin_convertvector(x != x ? vu{} + 0x7fc0u : nearest, vh));
+#endif
+    }
+    static INLINE float get(const void* base, size_t index) {
+        return as_float((u32)static_cast<const u16*>(base)[index] << 16);
+    }
+};
+
+struct F32 {
+    static constexpr int per = 1;
+    static INLINE vf dot(vf acc, vu w, u32 x) { return acc + (vf)w * splat(as_float(x)); }
+    static INLINE void put(u32* base, size_t index, vf x) { store(base + index, x); }
+    static INLINE float get(const void* base, size_t index) {
+        return static_cast<const float*>(base)[index];
+    }
+};
+
+// Into the second level of cache: far fewer lines can be on their way into the first.
+INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// acc[r][v] += w[i][v] . x[r][i] for i below n. Of `next`, what is read later, LINES lines are fetched with each i,
+// `apart` units apart.
+template <class T, int LINES, int R, int NV>
+INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x, size_t ldx, size_t n,
+                       const u32* next, size_t apart) {
+    constexpr int EACH = 4, PARTS = (R + EACH - 1) / EACH;  // rows reached from one address by registers' multiples
+    const u32* from[PARTS];
+#pragma GCC unroll 3
+    for (int p = 0; p < PARTS; p++) from[p] = x + p * EACH * ldx;
+    for (size_t i = 0; i < n; i++, w += step) {
+        vu part[NV];
+        if (next)
+#pragma GCC unroll 4
+            for (int line = 0; line < LINES; line++) fetch(next + i * apart + line * LINE);
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) part[v] = load<vu>(w + v * W);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) acc[r][v] = T::dot(acc[r][v], part[v], from[r / EACH][r % EACH * ldx + i]);
+    }
+}
+
+// Lines that follow each other.
+struct Lines {
+    const u32* from;
+    size_t count;
+};
+
+// out[r] = sum over i of w[i] . x[r][i], of one panel w. Of `next` what the first `fetched` i of a panel
+// take is fetched on the way, and then `later`, at most n - fetched lines.
+template <class T, int R>
+void product(const u32* w, const u32* x, size_t ldx, size_t n, float* out, const u32* next, size_t fetched,
+             Lines later) {
+    constexpr int LINES = (PANEL + LINE - 1) / LINE;
+    vf acc[R][VECTORS] = {};
+    accumulate<T, LINES>(acc, w, PANEL, x, ldx, fetched, next, PANEL);
+    accumulate<T, 1>(acc, w + fetched * PANEL, PANEL, x + fetched, ldx, later.count, later.from, LINE);
+    const size_t done = fetched + later.count;
+    accumulate<T, 0>(acc, w + done * PANEL, PANEL, x + done, ldx, n - done, nullptr, 0);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) store(out + r * PANEL + v * W, acc[r][v]);
+}
+
+// Scores of the keys of two vectors of K at once: out[i][r] = sum over d of keys[i][d] . q[r][d].
+template <class T, int R>
+void score(const u32* const (&keys)[2], size_t step, const u32* q, size_t n, float* const (&out)[2], size_t ldo,
+           const std::ptrdiff_t (&ahead)[2]) {
+    vf acc[R][2] = {};
+    for (size_t d = 0; d < n; d++) {
+        const u32 *a = keys[0] + d * step, *b = keys[1] + d * step;
+        fetch(a + ahead[0]);
+        fetch(b + ahead[1]);
+        const vu part[2] = {load<vu>(a), load<vu>(b)};
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            acc[r][0] = T::dot(acc[r][0], part[0], q[r * n + d]);
+            acc[r][1] = T::dot(acc[r][1], part[1], q[r * n + d]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+        store(out[0] + r * ldo, acc[r][0]);
+        store(out[1] + r * ldo, acc[r][1]);
+    }
+}
+
+// The V tiles of consecutive blocks and which of their keys count, both ends relative to the first block.
+struct Values {
+    const u32* const* tiles;
+    int from, to, block_size, head_dim;
+};
+
+// out[r][v] = sum over keys of p[r][key] * V[key][v], in units of keys.
+template <class T, int R, int NV>
+void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, size_t ldo) {
+    vf acc[R][NV] = {};
+    const int size = values.block_size, head = values.head_dim;
+    for (int block = values.from / size; block * size < values.to; block++) {
+        const u32* tile = values.tiles[block] + dim;
+        const u32* weights = p + (size_t)block * size / T::per;
+        int from = values.from - block * size, to = values.to - block * size;
+        from = from < 0 ? 0 : from;
+        to = to > size ? size : to;
+        const bool more = (block + AHEAD) * size < values.to;
+        const u32* next = more ? values.tiles[block + AHEAD] + dim : nullptr;
+        const auto single = [&](int unit, u32 mask) {  // one key of a pair whose other one does not count
+            for (int v = 0; v < NV; v++) {
+                const vu kept = load<vu>(tile + (size_t)unit * head + v * W) & mask;
+                for (int r = 0; r < R; r++) acc[r][v] = T::dot(acc[r][v], kept, weights[r * ldp + unit]);
+            }
+        };
+        if (T::per == 2 && from % 2) single(from++ / 2, 0xffff0000u);
+        constexpr int LINES = (NV * W + LINE - 1) / LINE;
+        accumulate<T, LINES>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
+                             to / T::per - from / T::per, next, head);
+        if (T::per == 2 && to % 2) single(to / 2, 0x0000ffffu);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) store(out + r * ldo + v * W, acc[r][v]);
+}
+
+template <int N> struct Number {
+    static constexpr int value = N;
+};
+
+// Calls f with `n`, 1 to MOST, as a constant.
+template <int MOST, class F> INLINE void with_number(int n, const F& f) {
+    [&]<int... I>(std::integer_sequence<int, I...>) {
+        ((n == I + 1 ? f(Number<I + 1>{}) : void()), ...);
+    }(std::make_integer_sequence<int, MOST>{});
+}
+template <class F> INLINE void with_rows(int rows, const F& f) { with_number<ROWS>(rows, f); }
+
+}  // namespace
