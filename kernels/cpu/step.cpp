@@ -235,7 +235,7 @@ class Engine {
         open_strips(next, count);
         in_strips.store(count > 1, std::memory_order_relaxed);
         for (size_t i = 0; i < stages.size(); i++)
-            if (count == 1 || i < BEFORE || i >= stages.size() - LAST_PIECES - 1) stages[i].open(next, (u32)pieces(i));
+            if (count == 1 || i < BEFORE || i >= behind_strips()) stages[i].open(next, (u32)pieces(i));
     }
 
     // Strips that the layers of so many tokens are shared out in; with one, threads share out columns instead. Each
@@ -291,6 +291,9 @@ class Engine {
         return stage >= stages.size() - LAST_PIECES ? s.outputs : s.tokens;
     }
 
+    // The first stage behind what strips do: the last layer's COMPACT.
+    size_t behind_strips() const { return stages.size() - LAST_PIECES - 1; }
+
     size_t pieces(size_t stage) const {
         const size_t n = rows_of(stage), each = n < 128 ? 4 : 16, some = (n + each - 1) / each;
         switch (kind(stage)) {
@@ -298,7 +301,7 @@ class Engine {
             case EMBED: case NORM: case PLACE: case POST_NORM: case LAST_NORM: return some;
             case QKV: return shares(qkv_columns(), n);
             case ATTEND: return tiles.size() * m.kv_heads;
-            case COMPACT: return stage + LAST_PIECES + 1 == stages.size() && s.outputs < s.tokens;
+            case COMPACT: return stage == behind_strips() && s.outputs < s.tokens;
             case ROUND_ATTENDED: return layer_of(stage)->output.form == UNITS ? 0 : some;
             case ROUND_GATED: return layer_of(stage)->down.form == UNITS ? 0 : some;
             case OUTPUT: case DOWN: return shares(m.hidden, n);
@@ -346,15 +349,17 @@ class Engine {
                    strips.run(step, t, m.threads, 2 * (u32)layers.size(), [&](size_t strip, u32 done) {
                        done % 2 ? finish_layer<T>(t, strip, done / 2) : begin_layer<T>(t, strip, done / 2);
                    })) {
-            run(stages.size() - LAST_PIECES - 1, stages.size());
+            run(behind_strips(), stages.size());
         }
     }
 
+    // As fetch_later, of a thread's share when threads share out columns.
     template <class T> void fetch_share(Scratch& own, size_t index, size_t piece, size_t pieces) {
         const size_t all = blocks_read.size();
         fetch_later<T>(own, index, all * piece / pieces, all * (piece + 1) / pieces);
     }
 
+    // Has the products to come fetch these of `blocks_read` for the attention of layer `index`.
     template <class T> void fetch_later(Scratch& own, size_t index, size_t from, size_t to) {
         if (index == layers.size() || layers[index].window) return own.later.begin(nullptr, 1, nullptr, 0);
         own.later.begin(m.kv + tile_at<T>(index, 0, 0), m.kv_heads * 2 * tile_units(T::per) / LINE,
