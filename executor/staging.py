@@ -13,7 +13,9 @@ from torch import Tensor
 def put(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """A copy on `device`, under way when this returns; on a CPU the array itself."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Staging:

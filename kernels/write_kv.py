@@ -17,9 +17,7 @@ from torch import Tensor
 
 from kernels import fp8
 from kernels.launch import Call, Launch, short
-
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""The largest number each quantised type holds: a head is scaled so that its largest value becomes this."""
+from kernels.reference import LARGEST
 
 _SMALLEST = tl.constexpr(1e-30)  # of a scale: a head of zeros is still divided by something
 
@@ -47,7 +45,8 @@ def write_kv(
             may be views of one fused tensor: a token's heads must be contiguous, tokens may be apart.
         new_values: [tokens, kv_heads, head_dim].
         keys: [num_blocks, block_size, kv_heads, head_dim] of one layer, contiguous: float32, float16 or
-            bfloat16; or float8_e4m3fn or int8, and then each head of a slot is divided by its own scale.
+            bfloat16; or float8 (e4m3fn, e5m2) or int8, and then each head of a slot is divided by its own
+            scale, so that its largest value becomes the type's largest.
         values: as keys.
         slots: [tokens] int64, block * block_size + offset, no slot twice. -1: a row of padding, for which
             nothing is written, its query included.
@@ -88,7 +87,7 @@ def _write_kv(
     ROWS: tl.constexpr,  # query heads turned together
     HALF: tl.constexpr,  # HEAD_DIM / 2 up to a power of two
     LARGEST_VALUE: tl.constexpr,  # of a quantised cache
-    FP8: tl.constexpr,  # the cache holds the bits of float8_e4m3fn
+    EXPONENT: tl.constexpr,  # bits of it in float8, of which the cache holds the bits; 0: not float8
 ) -> None:
     """One token and one KV head: its key, its value, and the query heads that read them."""
     HALF_DIM: tl.constexpr = HEAD_DIM // 2
@@ -122,9 +121,11 @@ def _write_kv(
                 tl.store(place + HALF_DIM, turned.to(place.dtype.element_ty), mask=each)
         head = slot * kv_heads + kv_head
         at = keys + head * HEAD_DIM + dims
-        _store(low, high, inside, at, key_scales, head, HALF_DIM, LARGEST_VALUE, FP8)
+        _store(low, high, inside, at, key_scales, head, HALF_DIM, LARGEST_VALUE, EXPONENT)
         at = values + head * HEAD_DIM + dims
-        _store(value_low, value_high, inside, at, value_scales, head, HALF_DIM, LARGEST_VALUE, FP8)
+        _store(
+            value_low, value_high, inside, at, value_scales, head, HALF_DIM, LARGEST_VALUE, EXPONENT
+        )
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def _store(
     head: tl.tensor,  # place of its scale
     HALF_DIM: tl.constexpr,
     LARGEST_VALUE: tl.constexpr,
-    FP8: tl.constexpr,
+    EXPONENT: tl.constexpr,
 ) -> None:
     """Write one head of one token, scaled where the cache is quantised."""
     if scales is not None:
@@ -146,8 +147,10 @@ def _store(
         scale = tl.maximum(size / LARGEST_VALUE, _SMALLEST) + tl.sum(low * 0 + high * 0)
         tl.store(scales + head, scale)
         low, high = low / scale, high / scale
-        if FP8:
+        if EXPONENT == 4:
             low, high = fp8.encode(low), fp8.encode(high)
+        elif EXPONENT == 5:
+            low, high = fp8.encode_e5m2(low), fp8.encode_e5m2(high)
         else:
             low, high = tl.floor(low + 0.5), tl.floor(high + 0.5)
     tl.store(at, low.to(at.dtype.element_ty), mask=inside)
@@ -171,7 +174,7 @@ def _call(
     group = heads // kv_heads
     rows = 1 if cos is None else (2 if group <= 2 else 8)
     half = triton.next_power_of_2(head_dim // 2)
-    is_fp8 = keys.dtype == torch.float8_e4m3fn
+    exponent = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}.get(keys.dtype, 0)
     return Call(
         _write_kv,
         (tokens, kv_heads),
@@ -180,8 +183,8 @@ def _call(
             "new_keys": new_keys,
             "new_values": new_values,
             # As bits, because not every device knows the type.
-            "keys": keys.view(torch.uint8) if is_fp8 else keys,
-            "values": values.view(torch.uint8) if is_fp8 else values,
+            "keys": keys.view(torch.uint8) if exponent else keys,
+            "values": values.view(torch.uint8) if exponent else values,
             "slots": slots,
             "cos": cos,
             "sin": sin,
@@ -198,7 +201,7 @@ def _call(
             "ROWS": rows,
             "HALF": half,
             "LARGEST_VALUE": LARGEST.get(keys.dtype, 0.0),
-            "FP8": is_fp8,
+            "EXPONENT": exponent,
         },
         # 512 values of the queries' tile to a warp: 16 to a thread.
         num_warps=min(8, max(1, 2 * half * rows // 512)),
@@ -262,7 +265,8 @@ def _check(
     quantised = keys.dtype in LARGEST
     if not quantised and keys.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
-            f"a cache of {keys.dtype} is not known; those of one byte are float8_e4m3fn and int8"
+            f"a cache of {keys.dtype} is not known; it may be of float32, float16, bfloat16, or of one byte: "
+            "float8_e4m3fn, float8_e5m2, int8"
         )
     if quantised != (key_scales is not None) or quantised != (value_scales is not None):
         raise ValueError(

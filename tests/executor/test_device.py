@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import executor.__main__ as process
 from executor.__main__ import CannotStart, _check_device
 from executor.config import read
-from executor.device import blocks_that_fit, why_no_gpu
+from executor.device import blocks_that_fit, measured_blocks, why_no_gpu
 from kernels.dispatch import Unavailable, kernels_for
 
 GIB = 1 << 30
@@ -33,6 +36,85 @@ def test_blocks_fill_what_the_share_leaves_beside_all_else(
     total: int, elsewhere: int, own: int, share: float, each: int, blocks: int
 ) -> None:
     assert blocks_that_fit(total, elsewhere, own, share, each) == blocks
+
+
+class Probe:
+    """A runner that takes memory, on a device that is made up."""
+
+    block_bytes = 2 << 20
+
+    def __init__(self, num_blocks: int, taken: dict[str, int]) -> None:
+        taken["kv"] = num_blocks * self.block_bytes
+        self._taken = taken
+
+    def largest_step(self) -> None:
+        self._taken["peak"] = self._taken["kv"] + 3 * GIB
+
+
+def test_kv_gets_what_the_largest_step_beside_the_weights_and_other_processes_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = {"weights": 16 * GIB, "kv": 0, "peak": 0}
+    elsewhere, total = 2 * GIB, 80 * GIB
+
+    def reserved(device: torch.device) -> int:
+        return taken["weights"] + taken["kv"]
+
+    def emptied() -> None:
+        taken["kv"] = 0
+
+    for name, fake in (
+        ("reset_peak_memory_stats", lambda device: None),
+        ("max_memory_reserved", lambda device: taken["weights"] + taken["peak"]),
+        ("memory_reserved", reserved),
+        ("mem_get_info", lambda device: (total - elsewhere - reserved(device), total)),
+        ("empty_cache", emptied),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    built: list[int] = []
+
+    def build(num_blocks: int) -> Any:
+        built.append(num_blocks)
+        return Probe(num_blocks, taken)
+
+    blocks = measured_blocks(build, 33, CUDA, 0.9)
+    assert built == [33]
+    assert blocks == (72 - 2 - 16 - 3) * 512  # of 2 MiB
+
+
+def no_room(*given: Any, **named: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with little left."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, 80 * GIB))
+
+
+@pytest.mark.usefixtures("full")
+def test_weights_that_do_not_fit_are_told_with_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "load_model", no_room)
+    server: Any = SimpleNamespace(reason="")
+    with pytest.raises(CannotStart, match=r"weights of big do not fit: 0\.5 of cuda's 80\.0 GiB"):
+        process._load(read(["--device", "cuda", "--model", "big"], {}), server)
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("asked", [["--kv-memory", "64MiB"], []])
+def test_kv_that_does_not_fit_is_told_with_what_to_make_smaller(
+    monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    monkeypatch.setattr(process, "_kernels", lambda *given: no_room)
+    monkeypatch.setattr(process, "block_bytes", lambda *given: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    server: Any = SimpleNamespace(reason="")
+    loaded: Any = SimpleNamespace(config=None)
+    with pytest.raises(CannotStart, match=r"Tried to allocate .*; 0\.5 of .*smaller --kv-memory"):
+        process._runner(read(["--device", "cuda", *asked], {}), loaded, server)
 
 
 def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 
 from executor.gpu import GpuRunner
 from executor.load import LoadedModel
+from executor.models.decoder import Decoder
 from executor.plan import Draw, Plan, Row
 from executor.runner import Runner
 from kernels.dispatch import kernels_for
+from kernels.launch import Call
 from tests.executor.oracle import GREEDY, Blocks, greedy, load, poisoned_runner
 from tests.executor.recorder import Replays
 from tests.system.machine import BLOCK_SIZE, Machine
@@ -126,6 +129,71 @@ def test_a_batch_padded_to_its_bucket_gives_what_the_rows_give_alone(loaded: Loa
         assert runner.run(Plan(2, rows)) == plain.run(Plan(2, rows))
     assert replays.replayed == [8, 4, 8, 1]
     assert runner.kv.keys[:, 0].isnan().all()
+
+
+def test_padding_reads_nothing_and_writes_nothing_whatever_an_earlier_step_left(
+    loaded: LoadedModel,
+) -> None:
+    replays = Replays()
+    runner = gpu(loaded, record=replays)
+    runner.warm_up()
+    tables = [[2 * seq + 1, 2 * seq + 2] for seq in range(4)]
+    runner.run(Plan(1, [Row(seq, 0, text(3, seq), tables[seq]) for seq in range(4)]))
+    runner.run(Plan(2, [Row(seq, 3, [9], tables[seq], (draw(seq, 4),)) for seq in range(4)]))
+    runner.kv.keys[:, [0, *tables[3]]] = float("nan")  # the null block and one that was taken away
+    runner.kv.values[:, [0, *tables[3]]] = float("nan")
+    runner.run(Plan(3, [Row(seq, 4, [8], tables[seq], (draw(seq, 5),)) for seq in range(3)]))
+    assert replays.replayed == [4, 4]
+    (logits,) = (result for result in replays.results if len(result) == 4)
+    assert logits.isfinite().all()
+    assert runner.kv.keys[:, [0, *tables[3]]].isnan().all()
+
+
+def test_a_step_reads_nothing_back_from_its_device_but_its_tokens(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors that hold nothing: whatever waited for one of them would fail."""
+    meta = torch.device("meta")
+    fetched: list[int] = []
+
+    def fetch(runner: GpuRunner, tokens: torch.Tensor) -> list[int]:
+        fetched.append(len(tokens))
+        return [0] * len(tokens)
+
+    monkeypatch.setattr(GpuRunner, "_fetch", fetch)
+    monkeypatch.setattr(Call, "run", lambda call: None)
+    for module in ("kernels.decode", "kernels.prefill"):
+        monkeypatch.setattr(f"{module}.architecture", lambda device: "sm_90")
+    runner = GpuRunner(
+        replace(loaded, model=Decoder(loaded.config, torch.float32, meta)),
+        num_blocks=64,
+        block_size=4,
+        device=meta,
+        dtype=torch.float32,
+        kernels=kernels_for("triton", torch.device("cpu")),
+        step_tokens=128,
+        sequences=8,
+        record=(replays := Replays()),
+    )
+    next(runner._recording())  # of eight rows
+    hot = Sampling(seed=1, temperature=0.8, top_k=20, top_p=0.9, min_p=0.1, presence_penalty=0.5)
+    chunk = Row(1, 0, text(6), [1, 2], (draw(1, 6, hot),))
+    single = [Row(seq, 3, [5], [seq + 1], (draw(seq, 4),)) for seq in range(2, 9)]
+    runner.run(Plan(1, [chunk, *single], [Copy(20, 21), Copy(22, 23)]))
+    runner.run(Plan(2, single))
+    assert fetched == [8, 7]
+    assert replays.replayed == [8]
+
+
+def test_a_context_of_more_blocks_than_tables_grow_by_gives_the_torch_runners_text(
+    loaded: LoadedModel,
+) -> None:
+    prompts = [text(70, 1), text(5, 2)]
+    want = greedy(poisoned_runner(loaded), prompts, 3, Blocks(64, 4, random.Random(1)))
+    for record in (None, Replays()):
+        runner = gpu(loaded, record=record)
+        runner.warm_up()
+        assert greedy(runner, prompts, 3, Blocks(64, 4, random.Random(1)), 40) == want
 
 
 def test_the_text_is_the_same_with_forks_prefix_hits_and_preemption(loaded: LoadedModel) -> None:

@@ -33,6 +33,27 @@ class Paged:
     tables: Tensor
     lengths: Tensor
 
+    def owned(self) -> Tensor:
+        """[num_blocks, block_size] bool: the slots that hold something."""
+        size = self.keys.shape[1]
+        mine = torch.zeros(self.keys.shape[:2], dtype=torch.bool)
+        for table, length in zip(self.tables, self.lengths.tolist(), strict=True):
+            for index in range(-(-length // size)):
+                mine[int(table[index]), : length - index * size] = True
+        return mine
+
+    def spread(self) -> Paged:
+        """The same in tensors of which no two have the same strides."""
+        size, heads = self.values.shape[1:3]
+        many = self.values.repeat(1, 3, 2, 1) if self.values.dtype not in QUANTISED else None
+        if many is None:  # torch repeats bytes, not float8
+            many = self.values.view(torch.uint8).repeat(1, 3, 2, 1).view(self.values.dtype)
+        values = many[:, :size, :heads]
+        value_scales = self.value_scales
+        if value_scales is not None:
+            value_scales = torch.cat([value_scales] * 3, dim=2)[..., : value_scales.shape[2]]
+        return Paged(self.keys, values, self.key_scales, value_scales, self.tables, self.lengths)
+
     @classmethod
     def random(
         cls,
@@ -73,11 +94,7 @@ class Paged:
 def _filled(content: Tensor, owned: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor | None]:
     if stored not in QUANTISED:
         return content.masked_fill(~owned[..., None, None], NAN).to(stored), None
-    if stored == torch.float8_e5m2:
-        scales = content.abs().amax(-1) / 57344
-        values = (content / scales[..., None]).to(stored)
-    else:
-        values, scales = quantised(content, stored)
+    values, scales = quantised(content, stored)
     poison = 0x7F  # NaN in both kinds of float8
     values.view(torch.uint8)[~owned] = poison
     return values, scales.masked_fill(~owned[..., None], NAN)
@@ -107,7 +124,7 @@ def assert_close_for_their_size(got: Tensor, wanted: Tensor) -> None:
 
 
 class Watched:
-    """A paged cache's tables in the middle of other memory, and which of their entries kernels load."""
+    """A paged cache's tables amid other memory, and what kernels load of them and of the cache."""
 
     def __init__(self, paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
         rows, width = paged.tables.shape
@@ -123,6 +140,15 @@ class Watched:
             return load(builder, pointers, mask, *rest)
 
         monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched)
+
+    def slots_read(self, cache: Tensor) -> Tensor:
+        """[num_blocks, block_size] bool: which slots of keys, values or scales anything was read of."""
+        places = np.concatenate(self._read).astype(np.int64) - cache.data_ptr()
+        inside = places[(places >= 0) & (places < cache.nbytes)]
+        size = cache[0, 0].nbytes
+        read = np.zeros(cache.shape[0] * cache.shape[1], bool)
+        read[inside // size] = True
+        return torch.from_numpy(read).view(cache.shape[:2])
 
     def entries_read(self) -> list[list[int]]:
         """Of each row, the columns that were read; other memory around the tables must not be among them."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
-    ("block_size", "kv_heads", "head_dim"), [(8, 3, 80), (1, 1, 4), (16, 8, 128), (7, 5, 96)]
+    ("block_size", "kv_heads", "head_dim"),
+    [(8, 3, 80), (1, 1, 4), (16, 8, 128), (7, 5, 96), (32, 2, 64), (64, 1, 256), (128, 1, 80)],
 )
 def test_every_byte_of_each_block_is_copied_and_no_other_changes(
     block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, ids: torch.dtype
@@ -53,7 +55,7 @@ def test_every_byte_of_each_block_is_copied_and_no_other_changes(
 def test_scales_go_with_their_blocks_whatever_their_number(size: int) -> None:
     keys, values = (random_bits((2, 5, size, 1, 8), torch.int8) for _ in range(2))
     scales = [random_bits((2, 5, size, 1), torch.float32) for _ in range(2)]
-    ids = torch.tensor([4, 1]), torch.tensor([2, 3])
+    ids = torch.tensor([4, 0]), torch.tensor([2, 3])
     expected = [tensor.clone() for tensor in (keys, values, *scales)]
     copy_blocks(keys, values, *ids, key_scales=scales[0], value_scales=scales[1])
     reference.copy_blocks(
@@ -63,17 +65,39 @@ def test_scales_go_with_their_blocks_whatever_their_number(size: int) -> None:
         assert same_bits(tensor, wanted)
 
 
-def test_blocks_past_65535_and_offsets_past_two_to_the_31_are_reached() -> None:
-    # Never touched but in a few blocks: the system gives memory to those pages only.
-    keys, values = (torch.empty(2, 80_000, 16, 8, 256, dtype=torch.int8) for _ in range(2))
-    assert keys[0].numel() > 2**31
-    keys[:, 79_998], values[:, 79_998] = 5, 7
+def huge(file: Path) -> Tensor:
+    """[3, 90,000, 16, 8, 256] int8: more than 2^31 words of four bytes, in a file that takes no more than
+    the pages that are written."""
+    shape = (3, 90_000, 16, 8, 256)
+    cache = torch.from_file(str(file), True, torch.Size(shape).numel(), dtype=torch.int8)
+    assert cache.numel() > 2**33
+    return cache.view(shape)
+
+
+def test_blocks_past_65535_and_offsets_past_two_to_the_31_words_are_reached(tmp_path: Path) -> None:
+    keys, values = (huge(tmp_path / name) for name in ("keys", "values"))
+    keys[:, 89_998], values[:, 89_998] = 5, 7
     keys[:, 3], values[:, 3] = 11, 13
-    copy_blocks(keys, values, torch.tensor([79_998, 3]), torch.tensor([2, 79_999]))
+    copy_blocks(keys, values, torch.tensor([89_998, 3]), torch.tensor([2, 89_999]))
     assert (keys[:, 2] == 5).all()
     assert (values[:, 2] == 7).all()
-    assert (keys[:, 79_999] == 11).all()
-    assert (values[:, 79_999] == 13).all()
+    assert (keys[:, 89_999] == 11).all()
+    assert (values[:, 89_999] == 13).all()
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 97, 100])
+def test_ids_are_as_many_as_there_are_and_may_lie_apart_differently(count: int) -> None:
+    keys, values = (random_bits((1, 201, 8, 1, 4), torch.float16) for _ in range(2))
+    expected = keys.clone(), values.clone()
+    ids = torch.randperm(200)[: 2 * count] + 1
+    apart, aside = torch.zeros(count, 3, dtype=torch.int64), ids[count:].clone()
+    apart[:, 1] = ids[:count]
+    for sources, targets in ((apart[:, 1], aside), (aside, apart[:, 1])):
+        copy_blocks(keys, values, sources, targets)
+        reference.copy_blocks(*expected, sources, targets)
+        assert same_bits(keys, expected[0])
+        assert same_bits(values, expected[1])
+        keys[:] = expected[0][:] = random_bits(tuple(keys.shape), torch.float16)
 
 
 @settings(max_examples=30, deadline=None)

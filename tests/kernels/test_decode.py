@@ -213,6 +213,42 @@ def test_views_of_larger_tensors_are_read_and_written_in_place() -> None:
     assert not wide[:, 0].any()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("stored", [torch.float16, torch.int8], ids=str)
+def test_of_the_cache_written_slots_are_read_and_no_others(
+    stored: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged = Paged.random([1, 197, 16, 0, 17], kv_heads=1, head_dim=16, stored=stored)
+    watched = Watched(paged, monkeypatch)
+    places = (torch.randn(5, 2, 16).half(), paged.keys, paged.values, watched.tables, paged.lengths)
+    decode(*places, scale=0.2, splits=splits, **paged.scales())
+    for cache in (paged.keys, paged.values, paged.key_scales, paged.value_scales):
+        assert cache is None or torch.equal(watched.slots_read(cache), paged.owned())
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=str)
+def test_no_two_tensors_need_have_the_same_strides(stored: torch.dtype, splits: int) -> None:
+    paged = Paged.random([50, 7], kv_heads=2, stored=stored)
+    queries, out = torch.randn(2, 5, 64)[:, :4], torch.full((2, 3, 4, 96), 7.0)
+    rest = (paged.tables, paged.lengths)
+    spread = paged.spread()
+    decode(
+        queries, spread.keys, spread.values, *rest,
+        scale=0.2, splits=splits, out=out[:, 1, :, :64], **spread.scales(),
+    )  # fmt: skip
+    wanted = reference.decode(queries, paged.keys, paged.values, *rest, scale=0.2, **paged.scales())
+    assert_close(out[:, 1, :, :64], wanted)
+    assert (out[:, ::2] == 7).all()
+    assert (out[..., 64:] == 7).all()
+
+
+@pytest.mark.parametrize("block_size", [1, 12, 24])
+def test_blocks_of_no_power_of_two_equal_the_reference(block_size: int) -> None:
+    lengths = [1, block_size, block_size + 1, 0, 97]
+    check(Paged.random(lengths, head_dim=16, block_size=block_size), 2, splits=2)
+
+
 def test_blocks_past_65535_at_offsets_past_2_to_the_31_are_read() -> None:
     # 2.1 GiB that nobody touches but for the last block.
     last = 139_999

@@ -181,6 +181,43 @@ def test_views_of_larger_tensors_are_read_and_tokens_past_the_last_row_are_left_
     assert (wide[:, 0] == 7).all()
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.int8], ids=str)
+def test_of_the_cache_written_slots_are_read_and_no_others(
+    stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged = Paged.random([1, 197, 16, 17], kv_heads=1, head_dim=16, stored=stored)
+    watched = Watched(paged, monkeypatch)
+    cache = (paged.keys, paged.values, watched.tables, starts_of([1, 40, 16, 2]), paged.lengths)
+    prefill(torch.randn(59, 2, 16).half(), *cache, 40, scale=0.2, **paged.scales())
+    for tensor in (paged.keys, paged.values, paged.key_scales, paged.value_scales):
+        assert tensor is None or torch.equal(watched.slots_read(tensor), paged.owned())
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=str)
+def test_no_two_tensors_need_have_the_same_strides(stored: torch.dtype) -> None:
+    paged = Paged.random([50, 7], stored=stored)
+    queries, out = torch.randn(7, 5, 64)[:, :4], torch.full((7, 3, 4, 96), 7.0)
+    rest = (paged.tables, starts_of([3, 4]), paged.lengths, 4)
+    spread = paged.spread()
+    prefill(
+        queries, spread.keys, spread.values, *rest,
+        scale=0.2, out=out[:, 1, :, :64], **spread.scales(),
+    )  # fmt: skip
+    wanted = reference.prefill(
+        queries, paged.keys, paged.values, *rest, scale=0.2, **paged.scales()
+    )
+    assert_close(out[:, 1, :, :64], wanted)
+    assert (out[:, ::2] == 7).all()
+    assert (out[..., 64:] == 7).all()
+
+
+@pytest.mark.parametrize("block_size", [1, 12, 24])
+def test_blocks_of_no_power_of_two_equal_the_reference(block_size: int) -> None:
+    lengths = [1, block_size, block_size + 1, 97]
+    counts = [1, block_size, 1, 41]
+    check(Paged.random(lengths, head_dim=16, block_size=block_size), counts)
+
+
 def test_blocks_past_65535_at_offsets_past_2_to_the_31_are_read() -> None:
     # 2.1 GiB that nobody touches but for the last block.
     last = 139_999

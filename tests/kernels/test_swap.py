@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,13 +9,14 @@ from hypothesis import strategies as st
 
 from kernels import reference
 from kernels.swap import gather_blocks, scatter_blocks
-from tests.kernels.test_copy_blocks import TYPES, random_bits, same_bits
+from tests.kernels.test_copy_blocks import TYPES, huge, random_bits, same_bits
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
-    ("block_size", "kv_heads", "head_dim"), [(8, 3, 80), (1, 1, 4), (16, 8, 128), (7, 5, 96)]
+    ("block_size", "kv_heads", "head_dim"),
+    [(8, 3, 80), (1, 1, 4), (16, 8, 128), (7, 5, 96), (32, 2, 64), (64, 1, 256), (128, 1, 80)],
 )
 def test_blocks_go_out_and_come_back_to_other_places_bit_for_bit(
     block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, ids: torch.dtype
@@ -30,6 +33,18 @@ def test_blocks_go_out_and_come_back_to_other_places_bit_for_bit(
     scatter_blocks(buffer, places, cache)
     reference.scatter_blocks(expected, places, before)
     assert same_bits(cache, before)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 97, 100])
+def test_blocks_are_as_many_as_there_are(count: int) -> None:
+    cache = random_bits((2, 100, 8, 1, 4), torch.float16)
+    blocks, buffer = torch.randperm(100)[:count], random_bits((2, count, 8, 1, 4), torch.float16)
+    gather_blocks(cache, blocks, buffer)
+    assert same_bits(buffer, cache[:, blocks])
+    other, expected = cache.flip(1).contiguous(), cache.flip(1).contiguous()
+    scatter_blocks(buffer, blocks, other)
+    reference.scatter_blocks(buffer, blocks, expected)
+    assert same_bits(other, expected)
 
 
 @settings(max_examples=20, deadline=None)
@@ -54,16 +69,14 @@ def test_scales_are_swapped_by_the_same_calls() -> None:
     assert same_bits(buffer, scales[:, [5, 2]])
 
 
-def test_blocks_past_65535_and_offsets_past_two_to_the_31_are_reached() -> None:
-    # Never touched but in a few blocks: the system gives memory to those pages only.
-    cache = torch.empty(2, 80_000, 16, 8, 256, dtype=torch.int8)
-    assert cache[0].numel() > 2**31
-    cache[:, 79_998] = 5
-    buffer = torch.zeros(2, 2, 16, 8, 256, dtype=torch.int8)
-    gather_blocks(cache, torch.tensor([79_998, 79_998]), buffer)
+def test_blocks_past_65535_and_offsets_past_two_to_the_31_words_are_reached(tmp_path: Path) -> None:
+    cache = huge(tmp_path / "cache")
+    cache[:, 89_998] = 5
+    buffer = torch.zeros(3, 2, 16, 8, 256, dtype=torch.int8)
+    gather_blocks(cache, torch.tensor([89_998, 89_998]), buffer)
     assert (buffer == 5).all()
-    scatter_blocks(buffer, torch.tensor([79_999, 2]), cache)
-    assert (cache[:, 79_999] == 5).all()
+    scatter_blocks(buffer, torch.tensor([89_999, 2]), cache)
+    assert (cache[:, 89_999] == 5).all()
     assert (cache[:, 2] == 5).all()
 
 

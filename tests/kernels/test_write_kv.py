@@ -12,7 +12,7 @@ from kernels import reference
 from kernels.write_kv import write_kv
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-QUANTISED = (torch.int8, torch.float8_e4m3fn)
+QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 # One step of each type at 1. Triton's interpreter cuts bfloat16 off where devices round.
 STEP = {torch.float32: 2e-7, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -196,10 +196,16 @@ def test_a_quantised_cache_holds_what_the_reference_quantises_each_head_to(
 
 
 @pytest.mark.parametrize(
-    ("cache", "worst"), [(torch.int8, 1 / 254), (torch.float8_e4m3fn, 1 / 16)], ids=str
+    ("cache", "worst", "normal"),
+    [
+        (torch.int8, 1 / 254, 1.0),
+        (torch.float8_e4m3fn, 1 / 16, 2**-6 / 448),
+        (torch.float8_e5m2, 1 / 8, 2**-14 / 57344),
+    ],
+    ids=str,
 )
 def test_what_a_quantised_cache_gives_back_is_near_what_went_in(
-    cache: torch.dtype, worst: float
+    cache: torch.dtype, worst: float, normal: float
 ) -> None:
     torch.manual_seed(4)
     step = Step.random(list(range(8)), head_dim=256, cache=cache)
@@ -209,22 +215,54 @@ def test_what_a_quantised_cache_gives_back_is_near_what_went_in(
     back = stored * written(step.scales[1], step.slots)[..., None]
     size = step.new_values.abs()
     # An integer's error is a share of the head's largest value, a float's of the value itself; below its
-    # normal numbers, 2^-6 of 448, of the largest again.
-    largest = size.amax(-1, keepdim=True)
-    limit = largest if cache == torch.int8 else torch.maximum(size, largest * 2**-6 / 448)
+    # normal numbers, of the largest again.
+    limit = torch.maximum(size, size.amax(-1, keepdim=True) * normal)
     assert ((back - step.new_values).abs() <= limit * worst * 1.0001).all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("cache", QUANTISED, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_no_scale_can_hold_stays_visible(cache: torch.dtype, bad: float) -> None:
+@pytest.mark.parametrize("where", [17, 50])
+def test_a_number_that_no_scale_can_hold_stays_visible(
+    cache: torch.dtype, bad: float, where: int
+) -> None:
     step = Step.random([3, 9], cache=cache)
-    step.new_keys[1, 0, 17] = bad
+    step.new_keys[1, 0, where] = bad
     step.write(turned=False)
     assert step.scales is not None
     scales = written(step.scales[0], step.slots)
     assert scales.isnan().tolist() == [[False, False], [True, False]]
+
+
+def test_tokens_may_lie_as_far_apart_as_they_like_in_each_tensor() -> None:
+    torch.manual_seed(5)
+    step = Step.random([3, -1, 9, 50], head_dim=64)
+    wide = [torch.randn(4, width, 64) for width in (9, 7, 5)]
+    step.queries, step.new_keys, step.new_values = wide[0][:, :4], wide[1][:, 1:3], wide[2][:, 2:4]
+    around, expected = [each.clone() for each in wide], step.copy()
+    step.write()
+    expected.write(by_kernel=False)
+    torch.testing.assert_close(step.queries, expected.queries, rtol=1e-6, atol=1e-6)
+    assert torch.equal(wide[0][:, 4:], around[0][:, 4:])
+    for cache, wanted in ((step.keys, expected.keys), (step.values, expected.values)):
+        torch.testing.assert_close(cache, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
+def test_any_number_of_tokens_fills_the_slots_of_any_block(block_size: int) -> None:
+    torch.manual_seed(block_size)
+    for count in (1, block_size - 1, block_size, block_size + 1, 97, 100):
+        slots = torch.randperm(2 * max(block_size, 64))[:count].tolist()
+        blocks = 2 * max(block_size, 64) // block_size
+        step = Step.random(slots, heads=2, kv_heads=1, blocks=blocks, block_size=block_size)
+        before, expected = step.copy(), step.copy()
+        step.write()
+        expected.write(by_kernel=False)
+        torch.testing.assert_close(
+            written(step.keys, step.slots), written(expected.keys, step.slots), rtol=1e-6, atol=1e-6
+        )
+        assert untouched(step.values, before.values, step.slots)
 
 
 def test_slots_past_two_to_the_31_elements_are_reached() -> None:
