@@ -49,10 +49,11 @@ class Paged:
         if many is None:  # torch repeats bytes, not float8
             many = self.values.view(torch.uint8).repeat(1, 3, 2, 1).view(self.values.dtype)
         values = many[:, :size, :heads]
-        value_scales = self.value_scales
-        if value_scales is not None:
-            value_scales = torch.cat([value_scales] * 3, dim=2)[..., : value_scales.shape[2]]
-        return Paged(self.keys, values, self.key_scales, value_scales, self.tables, self.lengths)
+        key_scales, value_scales = (
+            None if scales is None else torch.cat([scales] * times, dim=2)[..., :heads]
+            for scales, times in ((self.key_scales, 2), (self.value_scales, 3))
+        )
+        return Paged(self.keys, values, key_scales, value_scales, self.tables, self.lengths)
 
     @classmethod
     def random(

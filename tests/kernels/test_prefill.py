@@ -219,21 +219,20 @@ def test_blocks_of_no_power_of_two_equal_the_reference(block_size: int) -> None:
 
 
 def test_blocks_past_65535_at_offsets_past_2_to_the_31_are_read() -> None:
-    # 2.1 GiB that nobody touches but for the last block.
+    # 2.1 GiB that nobody touches but for the last two blocks: one that all queries see, one with their own.
     last = 139_999
     cache = torch.empty(last + 1, 16, 1, 1024, dtype=torch.int8)[..., :64]
-    assert cache.stride(0) * last > 2**31
-    content = torch.randint(-127, 128, (16, 1, 64), dtype=torch.int8)
-    cache[last] = content
+    assert cache.stride(0) * (last - 1) > 2**31
+    content = torch.randint(-127, 128, (2, 16, 1, 64), dtype=torch.int8)
+    cache[last - 1 :] = content
     scales = torch.empty(last + 1, 16, 1)
-    scales[last] = 0.01
-    queries, table = torch.randn(5, 2, 64), torch.tensor([[last]], dtype=torch.int32)
-    rest = (starts_of([5]), torch.tensor([13], dtype=torch.int32), 5)
-    got = prefill(
-        queries, cache, cache, table, *rest, scale=0.1, key_scales=scales, value_scales=scales
-    )
-    small = content[None].float() * 0.01
-    assert_close(got, reference.prefill(queries, small, small, table * 0, *rest, scale=0.1))
+    scales[last - 1 :] = 0.01
+    queries, table = torch.randn(5, 2, 64), torch.tensor([[1, 0]], dtype=torch.int32)
+    rest = (starts_of([5]), torch.tensor([16 + 5], dtype=torch.int32), 5)
+    far = (cache, cache, table + last - 1)
+    got = prefill(queries, *far, *rest, scale=0.1, key_scales=scales, value_scales=scales)
+    small = content.float() * 0.01
+    assert_close(got, reference.prefill(queries, small, small, table, *rest, scale=0.1))
 
 
 @settings(max_examples=15, deadline=None)
