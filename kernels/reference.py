@@ -36,19 +36,22 @@ def write_kv(
 ) -> None:
     """Store each token's K and V in its slot, rotated and scaled on the way."""
     rows = (slots >= 0).nonzero()[:, 0]
-    key = new_keys[rows]
+    slots, key, value = (each.index_select(0, rows) for each in (slots, new_keys, new_values))
     if cos is not None and sin is not None:
-        key = _rotated(key, cos[rows], sin[rows])
-        queries[rows] = _rotated(queries[rows], cos[rows], sin[rows]).to(queries.dtype)
-    _store(key, keys, key_scales, slots[rows])
-    _store(new_values[rows], values, value_scales, slots[rows])
+        cos, sin = cos.index_select(0, rows), sin.index_select(0, rows)
+        key = _rotated(key, cos, sin)
+        query = _rotated(queries.index_select(0, rows), cos, sin)
+        queries.index_copy_(0, rows, query.to(queries.dtype))
+    _store(key, keys, key_scales, slots)
+    _store(value, values, value_scales, slots)
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each pair (i, i + head_dim / 2) turned by its token's angle, in float32."""
-    low, high = heads.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    heads = heads.float()
+    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return (heads * cos[:, None]).addcmul_(swapped, sin[:, None])
 
 
 def _store(new: Tensor, cache: Tensor, scales: Tensor | None, slots: Tensor) -> None:
@@ -171,19 +174,20 @@ def prefill(
 
 
 def _places(tables: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Blocks of rows, laid end to end, and which of their slots, [rows, width * size], are unwritten."""
+    """The rows' blocks, [rows, width], and which of all their slots, laid end to end, are unwritten."""
     unwritten = torch.arange(tables.shape[1] * size, device=tables.device) >= lengths[:, None]
     # What a table names past its blocks is not looked at: there the null block stands in.
-    return tables.long().masked_fill_(unwritten[:, ::size], 0).flatten(), unwritten
+    blocks = tables.long().masked_fill_(unwritten[:, ::size], 0)
+    return blocks, unwritten.flatten().nonzero()[:, 0]
 
 
 def _gathered(cache: Tensor, scales: Tensor | None, blocks: Tensor, unwritten: Tensor) -> Tensor:
     """[rows, width * size, kv_heads, head_dim]: what the rows' blocks hold, zeros in unwritten slots."""
-    stored = cache[blocks].view(*unwritten.shape, *cache.shape[2:])
+    stored = cache.index_select(0, blocks.flatten()).flatten(0, 1)
     if scales is not None:
-        stored = stored.float() * scales[blocks].view(*unwritten.shape, cache.shape[2], 1)
-    stored[unwritten] = 0
-    return stored
+        scale = scales.index_select(0, blocks.flatten()).flatten(0, 1)
+        stored = stored.float() * scale[..., None]
+    return stored.index_fill_(0, unwritten, 0).view(len(blocks), -1, *cache.shape[2:])
 
 
 def _attend(
@@ -198,28 +202,33 @@ def _attend(
     (rows, count, heads, _), (positions, kv_heads) = queries.shape, keys.shape[1:3]
     if not positions:
         return torch.zeros_like(queries)
-    own = lengths[:, None] - count + torch.arange(count, device=keys.device)
-    distance = own[:, None, :, None] - torch.arange(positions, device=keys.device)
-    hidden = distance < 0
+    own = (lengths[:, None] - count + torch.arange(count, device=keys.device))[:, None, :, None]
+    seen = torch.arange(positions, device=keys.device)
+    hidden = seen > own
     if options.window is not None:
-        hidden = hidden | (distance >= options.window)
-    slopes = 0.0 if options.slopes is None else -options.slopes[:, None, None]
-    bias = (slopes * distance).masked_fill_(hidden, float("-inf"))
+        hidden |= seen <= own - options.window
+    dtype = queries.dtype if queries.dtype == keys.dtype else torch.float32
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
+    if options.slopes is not None:
+        bias = options.slopes[:, None, None] * (seen - own)
+    bias.masked_fill_(hidden, float("-inf"))
     if options.sinks is not None:  # a key more, all zeros, that scores what the sink says
         keys, values = (F.pad(each, (0, 0, 0, 0, 0, 1)) for each in (keys, values))
         sinks = options.sinks[:, None, None].expand(rows, heads, count, 1)
         bias = torch.cat((bias.expand(rows, heads, -1, -1), sinks), dim=-1)
-    dtype = queries.dtype if queries.dtype == keys.dtype else torch.float32
     query, key, value = (each.to(dtype).transpose(1, 2) for each in (queries, keys, values))
     group = heads // kv_heads
     if count == 1:  # the heads of a group, which see the same, stand as rows of one query matrix
         query = query.reshape(rows, kv_heads, group, -1)
         bias = bias.reshape(rows, -1, group if bias.shape[1] > 1 else 1, bias.shape[3])
+        group = 1
+    if options.softcap is None:
+        bias, grouped = bias.to(dtype), group > 1
+        found = F.scaled_dot_product_attention(
+            query, key, value, bias, scale=scale, enable_gqa=grouped
+        )
     else:
         key, value = (each.repeat_interleave(group, 1) for each in (key, value))
-    if options.softcap is None:
-        found = F.scaled_dot_product_attention(query, key, value, bias.to(dtype), scale=scale)
-    else:
         scores = options.softcap * torch.tanh(scale * query @ key.mT / options.softcap)
         found = (scores + bias).softmax(-1).to(dtype) @ value
     return found.reshape(rows, heads, *queries.shape[1::2]).transpose(1, 2)
