@@ -1,7 +1,7 @@
 """What only a GPU can tell, in one command of a few minutes: are the numbers right, and how fast is it?
 
 Sections run one after the other; one that fails does not stop those after it. What was found is written as
-JSON after each, and shown as tables. The exit status is 1 when a section failed: wrong numbers or tokens, or
+JSON after each, and shown as tables, which stand beside it in a file of the same name. The exit status is 1 when a section failed: wrong numbers or tokens, or
 an error. A speed below its goal is shown, and fails nothing.
 
     python -m bench.gpu_check [--out gpu_check.json] [--only numerics,decode] [--interpret]
@@ -38,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Check kernels and executor on a GPU.", allow_abbrev=False
     )
     parser.add_argument("--interpret", action="store_true", help="reduced, on a CPU, no GPU needed")
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="JSON to write")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gpu_check.json"),
+        help="JSON to write; the tables go beside it, as .txt (default gpu_check.json)",
+    )
     parser.add_argument("--only", default="", help="sections to run, separated by commas")
     given = parser.parse_args(argv)
     if given.interpret:
@@ -58,12 +63,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in sections]:
         parser.error(f"--only {unknown[0]}: sections are {', '.join(sections)}")
     report: dict[str, Any] = {"interpreted": given.interpret, "sections": {}}
+    tables = given.out.with_suffix(".txt")
+    shown = ""
     for name in wanted:
         outcome = report["sections"][name] = _run(name, sections[name])
+        if not given.interpret:  # where times mean nothing
+            outcome["goals"] = _goals(name, outcome)
+        text = _shown(name, outcome)
+        print(text, flush=True)
+        shown += text + "\n"
         given.out.write_text(json.dumps(report, indent=1))
-        print(_shown(name, outcome), flush=True)
+        tables.write_text(shown)
     failed = [name for name in wanted if report["sections"][name]["status"] == "failed"]
-    print(f"wrote {given.out}: " + (f"FAILED: {', '.join(failed)}" if failed else "all passed"))
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "all passed"
+    print(f"wrote {given.out} and {tables}: {verdict}")
+    tables.write_text(f"{shown}\n{verdict}\n")
     return 1 if failed else 0
 
 
@@ -135,12 +149,15 @@ def _run(name: str, section: Section) -> dict[str, Any]:
         "status": "failed" if failures else "passed",
         "seconds": round(time.perf_counter() - started, 1),
         "found": found,
-        "goals": _goals(name, found) if not failures else [],
+        "goals": [],
     }
 
 
-def _goals(name: str, found: Any) -> list[str]:
+def _goals(name: str, outcome: dict[str, Any]) -> list[str]:
     """In words, which goals were met and which missed."""
+    found = outcome["found"]
+    if outcome["status"] == "failed":
+        return []
     if name == "decode":
         goals = []
         for row in found:
