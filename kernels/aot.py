@@ -335,7 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     # Read when a kernel is defined, here and in the processes to come.
     os.environ.pop("TRITON_INTERPRET", None)
-    # Multiplying and adding in one instruction is Triton 3.9's default, which warns that it will change.
+    # Multiplying and adding in one instruction: Triton's default today, said here lest another one comes.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:

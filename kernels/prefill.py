@@ -254,13 +254,14 @@ class _Meta:
     num_stages: int
 
 
-def _kinds(head_dim: int, element_bytes: int, arch: str) -> tuple[_Meta, ...]:
+def _kinds(head_dim: int, element_bytes: int, stored_bytes: int, arch: str) -> tuple[_Meta, ...]:
     """Sizes of a program, by what its registers and shared memory hold: for short chunks, then for others.
 
     128 rows let K and V cross from the L2 cache slowly enough for tensor cores to run at their rate: 64 rows
     would ask twice the bandwidth of it. Eight warps share sums that would not fit into the registers of four.
     Tiles are 16 KB of K and of V; five stages keep the next pair on the way (see `kernels.decode`). Short
-    chunks get fewer rows, so that they do not multiply zeros. float32 has no tensor cores to feed.
+    chunks get fewer rows, so that they do not multiply zeros. float32 has no tensor cores to feed. Where
+    bytes become numbers on the way, registers of some hold half a tile.
     """
     wide = max(16, triton.next_power_of_2(head_dim)) * element_bytes
     amd, ampere = arch.startswith("gfx"), arch.startswith("sm_8")
@@ -272,9 +273,12 @@ def _kinds(head_dim: int, element_bytes: int, arch: str) -> tuple[_Meta, ...]:
         most = 64
     if ampere and wide >= 256:
         tile //= 2
+    if arch.startswith("sm_10"):
+        tile = min(tile, 64)  # scores of 128 x 128 leave no registers there
+    small = tile // 2 if stored_bytes == 1 else tile
     return (
-        _Meta(_SHORT, tile, 4, stages),
-        _Meta(most, tile, 4 if amd else 8, stages),
+        _Meta(_SHORT, tile if ampere else small, 4, stages),
+        _Meta(most, small if amd or ampere else tile, 4 if amd else 8, stages),
     )
 
 
@@ -297,7 +301,7 @@ def _call(
     tokens, heads, head_dim = queries.shape
     rows, kv_heads = len(lengths), keys.shape[2]
     group = heads // kv_heads
-    *shorter, meta = _kinds(head_dim, cache.dtype.itemsize, arch)
+    *shorter, meta = _kinds(head_dim, cache.dtype.itemsize, keys.dtype.itemsize, arch)
     for kind in shorter:
         if longest * group <= kind.rows:
             meta = kind

@@ -203,8 +203,8 @@ def _call(
             "LARGEST_VALUE": LARGEST.get(keys.dtype, 0.0),
             "EXPONENT": exponent,
         },
-        # 512 values of the queries' tile to a warp: 16 to a thread.
-        num_warps=min(8, max(1, 2 * half * rows // 512)),
+        # 256 values of the queries' tile to a warp, 8 to a thread: of 16 bits, as many as it loads at once.
+        num_warps=min(8, max(1, 2 * half * rows // 256)),
         num_stages=1,
     )
 
