@@ -1,8 +1,9 @@
 """What only a GPU can tell, in one command of a few minutes: are the numbers right, and how fast is it?
 
 Sections run one after the other; one that fails does not stop those after it. What was found is written as
-JSON after each, and shown as tables, which stand beside it in a file of the same name. The exit status is 1 when a section failed: wrong numbers or tokens, or
-an error. A speed below its goal is shown, and fails nothing.
+JSON after each, and shown as tables, which stand beside it in a file of the same name. The exit status is
+1 when a section failed: wrong numbers or tokens, or an error. A speed below its goal is shown, and fails
+nothing.
 
     python -m bench.gpu_check [--out gpu_check.json] [--only numerics,decode] [--interpret]
 

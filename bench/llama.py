@@ -29,6 +29,8 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from bench import output
+
 # Runs where llama_cpp is: writes some prose as tokens, then answers each {"prompt": [...], "new": n} with
 # {"prompt_s", "decode_s", "tokens"}, all as lines of JSON.
 _PEER = """
@@ -36,7 +38,8 @@ import json, pydoc_data.topics, sys, time
 try:
     import llama_cpp
 except ImportError as error:
-    sys.exit(f"{sys.executable} cannot import llama_cpp: {error}")
+    sys.exit(f"{sys.executable} cannot import llama_cpp ({error}): install llama-cpp-python there, or give "
+             "--peer-python a Python that has it")
 path, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 model = llama_cpp.Llama(path, n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512,
                         verbose=False)
@@ -183,7 +186,9 @@ def serve(model: str, weights: str, threads: int, context: int) -> int:
 def main() -> int:
     """Exit status 1, with a line that says why, when there is nothing to compare."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.llama",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="smollm2", help="a .gguf file, or the default model")
     parser.add_argument(
@@ -194,7 +199,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--new", type=int, default=128, help="tokens")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=output.file)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.new < 2:

@@ -42,6 +42,7 @@ from kernels.cpu.build import FLAGS, best_variant, compiler
 SOURCE = Path(__file__).with_name("peak.cpp")
 BYTES = 2  # of a bfloat16
 PROBE_S = 0.3
+MOST_SHARE = 1.25  # a neighbour may leave just when bandwidth has been probed
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,10 @@ def step_time(records: Sequence[Record]) -> tuple[float, float]:
     inside = [[at for at in record.arrivals if began < at <= ended] for record in records]
     steps = sum(map(len, inside)) / len(records)
     if steps < 8:
-        raise ServerProblem(f"all streams ran at once for {steps:.0f} steps only: raise --output")
+        raise ServerProblem(
+            f"all streams ran at once for {steps:.0f} steps, at least 8 are needed: the first answer ended "
+            "when the last prompt was hardly through; raise --output, or lower --input"
+        )
     before = [
         record.prompt_tokens + len(record.arrivals) - sum(at > began for at in record.arrivals)
         for record in records
@@ -177,14 +181,14 @@ class Alone:
 
 def table(levels: Sequence[Level]) -> str:
     """Medians, ms, and what share of the time the machine needed at least."""
-    lines = [f"{'streams':>8}{'least':>9}{'served':>9}{'share':>8}{'alone':>9}{'share':>8}"]
+    alone = f"{'alone ms':>10}{'share':>8}" if levels[0].alone else ""
+    lines = [f"{'streams':>8}{'least ms':>10}{'served ms':>11}{'share':>8}{alone}"]
     for level in levels:
-        line = (
-            f"{level.streams:>8}{median(level.least) * 1e3:>9.1f}{median(level.served) * 1e3:>9.1f}"
-        )
+        line = f"{level.streams:>8}{median(level.least) * 1e3:>10.1f}"
+        line += f"{median(level.served) * 1e3:>11.1f}"
         line += f"{share(level.least, level.served):>8.0%}"
         if level.alone:
-            line += f"{median(level.alone) * 1e3:>9.1f}{share(level.least, level.alone):>8.0%}"
+            line += f"{median(level.alone) * 1e3:>10.1f}{share(level.least, level.alone):>8.0%}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -194,19 +198,34 @@ def share(least: Sequence[float], took: Sequence[float]) -> float:
     return median(a / b for a, b in zip(least, took, strict=True))
 
 
+def impossible(levels: Sequence[Level]) -> bool:
+    """Whether a step took much less time than its work needs: then the server does other work."""
+    return any(share(level.least, level.served) > MOST_SHARE for level in levels)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.roofline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="what the server serves")
-    parser.add_argument("--streams", default="1,8,16,64")
+    parser.add_argument("--streams", default="1,8,16,64", help="that decode together")
     parser.add_argument("--input", type=int, default=224, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=192, help="tokens of each answer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3, help="of all of them")
+    parser.add_argument("--threads", type=int, default=2, help="the server computes on")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--alone", action="store_true", help="measure the step in this process too")
     try:
-        print(table(asyncio.run(measure(parser.parse_args()))))
+        levels = asyncio.run(measure(parser.parse_args()))
+        print(table(levels))
+        if impossible(levels):
+            raise ServerProblem(
+                "faster than bfloat16 weights can be read: the server holds others; start it with "
+                "--weights plain, and give its model as --model"
+            )
     except ServerProblem as problem:
         print(f"bench.roofline: {problem}", file=sys.stderr)
         return 1

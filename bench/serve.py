@@ -113,7 +113,7 @@ def _sides(
     if len(set(names)) < len(names):
         # A server beside itself shows how much two rounds differ by chance, if nothing is cached.
         seeds = (options.seed, options.seed + OTHER_TOKENS)
-        return [Side(f"{name}, {seed}", client, plan, seed)
+        return [Side(f"{name}, seed {seed}", client, plan, seed)
                 for name, client, seed in zip(names, clients, seeds, strict=True)]  # fmt: skip
     return [
         Side(name, client, plan, options.seed) for name, client in zip(names, clients, strict=True)
@@ -154,7 +154,7 @@ def _write(
         report.write_csv(options.csv, [(name, number, run.records) for name, number, run in rounds])
     if options.plot and rounds:
         report.plot(
-            options.plot, {f"{name}, {number}": run.records for name, number, run in rounds}
+            options.plot, {f"{name}, round {number}": run.records for name, number, run in rounds}
         )
 
 

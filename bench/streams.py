@@ -27,12 +27,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 from tqdm import tqdm
 
+from bench import output
 from bench.load import report, workloads
 from bench.load.client import Client, Request, ServerProblem
 from bench.load.options import key_from
@@ -227,7 +227,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=1024, help="tokens of an answer")
     parser.add_argument("--vocab", type=int, help="token ids; default: as the server says")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="figures")
+    parser.add_argument("--json", type=output.file, help="figures")
     options = parser.parse_args(argv)
     if min(options.streams, options.seconds, options.input, options.output) < 1:
         parser.error("--streams, --seconds, --input and --output must be at least 1")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench import output
 from bench.load.probe import read_bandwidth
 from bench.load.report import write_json
 from bench.load.versus import compare, table
@@ -77,12 +79,20 @@ def run(options: argparse.Namespace, url: str, concurrency: int, seed: int) -> d
         return figures(json.loads(result.read_text()), count)
 
 
+def _program(text: str) -> Path:
+    if (found := shutil.which(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a program that can be run")
+    return Path(found)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m bench.vllm_client",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--vllm", type=Path, required=True, help="the vllm program")
+    parser.add_argument("--vllm", type=_program, required=True, help="the vllm program")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--model", default="smollm2", help="the model's name at both servers")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="A")
@@ -96,7 +106,7 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=2, help="requests per place at once")
     parser.add_argument("--least", type=int, default=8, help="fewest requests of a measurement")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=output.file, help="write all figures to this file")
     options = parser.parse_args()
     levels = [int(part) for part in options.concurrency.split(",")]
     content: dict[str, Any] = {}

@@ -24,7 +24,9 @@ from typing import get_args
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
+from bench import output
 from executor.load import DEFAULT_MODEL, LoadedModel, load_model
 from executor.native import NativeRunner, why_not
 from executor.plan import Draw, Plan, Row
@@ -123,15 +125,21 @@ def runners(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels.cpu_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--streams", default="1,8,16,64")
-    parser.add_argument("--context", type=int, default=320)
-    parser.add_argument("--prefill", default="256")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("native", "torch", "both"), default="both")
-    parser.add_argument("--weights", default="plain")
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--streams", default="1,8,16,64", help="that decode together")
+    parser.add_argument("--context", type=int, default=320, help="positions of each stream")
+    parser.add_argument("--prefill", default="256", help="tokens of a prompt, computed in one step")
+    parser.add_argument("--rounds", type=int, default=5, help="each runner once, in turn")
+    parser.add_argument(
+        "--only", choices=("native", "torch", "both"), default="both", help="the runners measured"
+    )
+    parser.add_argument("--weights", default="plain", help="as the native runner holds them")
+    parser.add_argument("--csv", type=output.file)
     args = parser.parse_args()
     rng = random.Random(0)
     streams = [int(n) for n in args.streams.split(",") if n]
@@ -144,19 +152,30 @@ def main() -> int:
     cases = [Case(f"{n} streams", decode_plan(n, args.context, blocks, rng)) for n in streams]
     cases += [Case(f"prompt of {n}", prefill_plan(n, blocks, rng)) for n in prompts]
     probe = torch.from_numpy(np.zeros(PROBE // 4, np.float32) + 1)
+    bar = tqdm(total=args.rounds * len(cases), unit="case", leave=False)
     for _ in range(args.rounds):
         for case in cases:
+            bar.set_description(case.name)
             case.bandwidth.append(max(bandwidth(probe) for _ in range(3)))
             for name, runner in made.items():
                 ms = timed(lambda runner=runner, case=case: runner.run(case.plan))  # type: ignore[misc]
                 case.times.setdefault(name, []).append(ms)
+            bar.update()
+    bar.close()
     report(cases, list(made), args.csv)
     return 0
 
 
 def report(cases: list[Case], names: list[str], path: Path | None) -> None:
     """A table for people, and rows for machines."""
-    print(f"{'':16}" + "".join(f"{name:>22}" for name in names) + f"{'ratio':>8}{'GB/s':>8}")
+    two = len(names) == 2
+    print("ms: median (least-most)" + "; ratio: second to first" * two)
+    print(
+        f"{'':16}"
+        + "".join(f"{name:>22}" for name in names)
+        + f"{'ratio':>8}" * two
+        + f"{'GB/s':>8}"
+    )
     rows = []
     for case in cases:
         medians = {name: statistics.median(case.times[name]) for name in names}
@@ -166,8 +185,8 @@ def report(cases: list[Case], names: list[str], path: Path | None) -> None:
             )
             for name in names
         )
-        ratio = f"{medians[names[-1]] / medians[names[0]]:.2f}" if len(names) == 2 else ""
-        print(f"{case.name:16}{spread}{ratio:>8}{statistics.median(case.bandwidth):>8.1f}")
+        ratio = f"{medians[names[-1]] / medians[names[0]]:>8.2f}" if two else ""
+        print(f"{case.name:16}{spread}{ratio}{statistics.median(case.bandwidth):>8.1f}")
         rows += [
             {"case": case.name, "runner": name, "ms": f"{ms:.3f}"} for name, ms in medians.items()
         ]

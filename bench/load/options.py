@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench import output
+
 OPEN_WARMUP = 8  # warm-up requests in flight where no concurrency is given
 
 
@@ -114,10 +116,13 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="good requests: at most so long to the first token",
     )
     out.add_argument("--slo-tpot", type=_positive, metavar="MS", help="and per further token")
-    out.add_argument("--json", type=Path, help="figures")
-    out.add_argument("--csv", type=Path, help="one row a request")
+    out.add_argument("--json", type=output.file, help="figures")
+    out.add_argument("--csv", type=output.file, help="one row a request")
     out.add_argument(
-        "--plot", type=Path, metavar="PNG", help="distributions, and tokens per second over time"
+        "--plot",
+        type=output.file,
+        metavar="PNG",
+        help="distributions, and tokens per second over time",
     )
     return parser
 

@@ -127,9 +127,11 @@ def plot(path: Path, runs: dict[str, Sequence[Record]]) -> None:
     ):
         axes.set(title=title, xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)
-        axes.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    # One legend for all, below: in the panels it would cover what it names.
+    lines, names = ttft.get_legend_handles_labels()
+    figure.legend(lines, names, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
 
 

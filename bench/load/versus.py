@@ -87,9 +87,10 @@ def table(comparisons: Sequence[Comparison], names: tuple[str, str]) -> str:
     """All figures in one table: medians of the rounds, and the ratio with its spread."""
     width = max(len(comparison.name) for comparison in comparisons)
     rounds = len(comparisons[0].first)
+    ratios = f"medians of {rounds} rounds; A / B of the rounds' own ratios"
     lines = [
-        f"A = {names[0]}, B = {names[1]}; "
-        + (f"medians of {rounds} rounds" if rounds > 1 else "one round"),
+        f"A = {names[0]}",
+        f"B = {names[1]}; {ratios if rounds > 1 else 'one round'}",
         f"{'':<{width}}{'A':>12}{'B':>12}{'A / B':>10}{'(min - max)':>18}   better",
     ]
     for each in comparisons:

@@ -30,6 +30,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench import output
 from memd import compiled
 
 BOUND_US = 150.0  # the promise: median round trip at 256 sequences
@@ -183,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="that compute meanwhile; default: one per CPU")
     parser.add_argument("--pause-ms", type=float, default=5.0, help="between two steps, paced")
     parser.add_argument("--peer-python", type=Path, help="a Python that has vLLM installed")
-    parser.add_argument("--csv", type=Path, help="also write all figures here")
+    parser.add_argument("--csv", type=output.file, help="also write all figures here")
     given = parser.parse_args(argv)
     sequences = [int(text) for text in given.sequences.split(",")]
     if compiled.found() is None:

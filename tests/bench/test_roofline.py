@@ -6,7 +6,7 @@ import pytest
 
 from bench.load.client import ServerProblem
 from bench.load.records import Record
-from bench.roofline import Work, peak, shape, step_time
+from bench.roofline import Level, Work, impossible, peak, shape, step_time, table
 from kernels.cpu.build import Unavailable, compiler
 
 
@@ -44,6 +44,14 @@ def test_a_step_is_timed_only_while_all_streams_decode() -> None:
 def test_streams_that_hardly_meet_are_not_timed() -> None:
     with pytest.raises(ServerProblem, match="raise --output"):
         step_time([_record(0.0, 0.1, 10), _record(0.8, 0.1, 10)])
+
+
+def test_a_server_faster_than_its_weights_can_be_read_is_not_believed() -> None:
+    believed = Level(1, least=[0.007, 0.008], served=[0.008, 0.009])
+    quantised = Level(1, least=[0.008, 0.008], served=[0.004, 0.004])
+    assert not impossible([believed])
+    assert impossible([believed, quantised])
+    assert "200%" in table([quantised])
 
 
 def test_a_failed_request_ends_the_measurement() -> None:
