@@ -277,7 +277,8 @@ class Engine {
             needs[strip] &= ~(1ull << strip);
         }
         strip_blocks.push_back(blocks_read.size());
-        strips.open(step, count, needs);
+        // Left closed where threads share out columns, lest one that is late for such a step takes a strip of it.
+        if (count > 1) strips.open(step, count, needs);
     }
 
     Kind kind(size_t stage) const {

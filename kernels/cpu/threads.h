@@ -80,9 +80,9 @@ class Strips {
             for (size_t i = 0; i < count; i++) {
                 const u64 word = words_[i].load(std::memory_order_acquire);
                 if (word >> 32 != step) return false;
-                const u32 done = (u32)word / 2;
-                if (done == parts) continue;
+                if ((u32)word == 2 * parts) continue;  // done, and nobody will write to it again
                 over = false;
+                const u32 done = (u32)word / 2;
                 const u64 rank = done + (i * threads / count == thread ? 0 : LEAD);
                 if (word % 2 || rank >= least || !ready(i, count, done)) continue;
                 best = i, least = rank, taken = word;
@@ -94,10 +94,12 @@ class Strips {
             }
             spins = -1;
             u32 done = (u32)taken / 2;
-            do {
-                f(best, done++);
+            f(best, done++);
+            if (done % 2) {  // its K and V are there: others may read them while its attention goes on
                 words_[best].store((u64)step << 32 | done * 2 | 1, std::memory_order_release);
-            } while (done % 2 && ready(best, count, done));
+                if (ready(best, count, done)) f(best, done++);
+            }
+            // What ends a step must be the last that is written in it: the next one may begin at once.
             words_[best].store((u64)step << 32 | done * 2, std::memory_order_release);
         }
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from executor.native import NativeRunner, why_not
 from executor.plan import UNKNOWN, Draw, Plan, Row
 from executor.runner import Runner
 from executor.sampler import sample
+from kernels.cpu import build
 from kernels.cpu.features import Variant, usable
 from kernels.cpu.native import Step
 from tests.executor.oracle import GREEDY, Blocks, greedy, load, poisoned_runner
@@ -200,6 +203,51 @@ def test_threads_that_take_tokens_through_the_layers_wait_for_what_they_read(
             else:
                 rows, want = [*rows, *follow], [*want, *tails]
             assert torch.equal(runner.logits(rows), torch.cat(want))
+
+
+def test_a_thread_that_loses_its_core_at_any_store_spoils_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same sources, but now and then a thread sleeps before it writes a word that others wait for.
+    folder = tmp_path / "source"
+    shutil.copytree(
+        build.SOURCE.parent, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__")
+    )
+    header = (folder / "threads.h").read_text()
+    header, places = re.subn(
+        r"(?m)^( +)(?=[^/\n]*(?:words_\[\w+\]|pending_|left_)\.(?:store|fetch_sub)\()",
+        r"\1dawdle(); ",
+        header,
+    )
+    assert places >= 5
+    (folder / "threads.h").write_text(
+        header.replace(
+            "namespace {",
+            """#include <chrono>
+#include <thread>
+namespace {
+void dawdle() {
+    thread_local unsigned drawn = std::hash<std::thread::id>{}(std::this_thread::get_id());
+    drawn = drawn * 1664525 + 1013904223;
+    if (drawn >> 26 == 0) std::this_thread::sleep_for(std::chrono::microseconds(drawn >> 8 & 1023));
+}
+""",
+            1,
+        )
+    )
+    loaded = load(write_tiny_model(tmp_path / "model", num_hidden_layers=1), "float32")
+    many, few = (
+        Plan(1, [Row(1, 0, text(n, n), list(range(1, 60)), (Draw(1, 0, n, GREEDY, (), ()),))])
+        for n in (80, 30)
+    )
+    want = [native(loaded, 64, 16, threads=1).run(plan) for plan in (many, few)]
+    monkeypatch.setattr(build, "SOURCE", folder / "step.cpp")
+    monkeypatch.setattr(build, "INCLUDED", tuple(folder / file.name for file in build.INCLUDED))
+    monkeypatch.setenv("PAGEKEEPER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PAGEKEEPER_KERNELS", raising=False)
+    runner = native(loaded, 64, 16, threads=2)
+    for _ in range(400):
+        assert [runner.run(plan) for plan in (many, many, few)] == [want[0], want[0], want[1]]
 
 
 def test_threads_that_come_late_to_a_step_change_nothing(loaded: LoadedModel) -> None:
