@@ -46,11 +46,21 @@ class Unavailable(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where builds are kept: PAGEKEEPER_CACHE, or pagekeeper in the user's cache folder."""
+    """Where builds are kept: PAGEKEEPER_CACHE, or pagekeeper in the user's cache folder.
+
+    Raises:
+        Unavailable: this user has none.
+    """
     if given := os.environ.get("PAGEKEEPER_CACHE"):
         return Path(given) / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pagekeeper" / "kernels"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "pagekeeper" / "kernels"
+    try:
+        return Path.home() / ".cache" / "pagekeeper" / "kernels"
+    except RuntimeError as error:
+        raise Unavailable(
+            "this user has no home to keep the native step in: set HOME or PAGEKEEPER_CACHE"
+        ) from error
 
 
 def compiler() -> list[str]:
@@ -59,7 +69,11 @@ def compiler() -> list[str]:
     Raises:
         Unavailable: there is none.
     """
-    if given := shlex.split(os.environ.get("CXX", "")):
+    try:
+        given = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise Unavailable(f"CXX={os.environ['CXX']} cannot be read: {error}") from error
+    if given:
         if shutil.which(given[0]) is None:
             raise Unavailable(f"CXX names {given[0]}, which is not an installed program")
         return given
@@ -98,9 +112,24 @@ def library(variant: Variant) -> Path:
     command = [*compiler(), *FLAGS, *variant.flags]
     folder = cache_folder()
     target = folder / f"step-{variant.name}-{_digest(command)}.so"
-    if not target.is_file():
+    if not os.access(target, os.R_OK):
         _build(command, target)
     return target
+
+
+def forget(target: Path) -> bool:
+    """Remove a library that cannot be loaded from the cache, to be built again; False for a shipped one.
+
+    Raises:
+        Unavailable: it cannot be removed.
+    """
+    if target.parent != cache_folder():
+        return False
+    try:
+        target.unlink(missing_ok=True)
+    except OSError as error:
+        raise Unavailable(f"{target} is damaged and cannot be removed: {error.strerror}") from error
+    return True
 
 
 def ship(folder: Path) -> list[Path]:
@@ -139,6 +168,8 @@ def _build(command: list[str], target: Path) -> None:
     built = Path(name)
     try:
         _compile([*command, "-o", name, str(SOURCE)])
+        if built.stat().st_size == 0:
+            raise Unavailable(f"{command[0]} reported success on the native step and wrote nothing")
         built.chmod(0o755)
         built.replace(target)
     finally:
@@ -148,7 +179,12 @@ def _build(command: list[str], target: Path) -> None:
 def _compile(command: list[str]) -> None:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise Unavailable(f"{command[0]} took longer than {TIMEOUT_S:.0f} s") from None
@@ -181,6 +217,7 @@ def _version(program: str) -> str:
             [program, "-dumpfullversion", "-dumpversion", "-dumpmachine"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=30,
             check=False,
         )

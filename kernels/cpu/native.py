@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.build import Unavailable, best_variant, library
+from kernels.cpu.build import Unavailable, best_variant, forget, library
 from kernels.cpu.features import Variant
 
 MOST_HEAD = 256  # dimensions of a head
@@ -173,9 +173,9 @@ class Library:
         self.variant = variant
         try:
             loaded = ctypes.CDLL(str(path))
-        except OSError as error:
+            loaded.pk_lanes.restype = c_int64  # any file of the name will not do
+        except (OSError, AttributeError) as error:
             raise Unavailable(f"the native step cannot be loaded: {error}") from error
-        loaded.pk_lanes.restype = c_int64
         loaded.pk_packed.argtypes = [c_int64, c_int64, c_int64]
         loaded.pk_packed.restype = c_int64
         loaded.pk_pack.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]
@@ -315,7 +315,7 @@ def give_back() -> None:
 
 
 def load(variant: Variant | None = None) -> Library:
-    """Build if need be, and load.
+    """Build if need be, and load. What cannot be loaded from the cache is built again, once.
 
     Args:
         variant: default: the fastest this CPU can run.
@@ -324,4 +324,10 @@ def load(variant: Variant | None = None) -> Library:
         Unavailable: there is none here; says why.
     """
     chosen = variant or best_variant()
+    path = library(chosen)
+    try:
+        return Library(path, chosen)
+    except Unavailable:
+        if not forget(path):
+            raise
     return Library(library(chosen), chosen)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
-from kernels.cpu import build
+from kernels.cpu import build, native
 from kernels.cpu.build import Unavailable, library
 from kernels.cpu.features import VARIANTS, cpu_features, usable
 
@@ -151,3 +152,88 @@ def test_what_is_shipped_is_used_where_there_is_no_compiler(
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g0"))
     with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
         library(mine[0])
+
+
+def test_a_cache_that_may_not_be_entered_is_said(
+    fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(Unavailable, match=r"cannot be kept in .*Permission denied"):
+        library(VARIANTS[0])
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PAGEKEEPER_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(Unavailable, match="set HOME or PAGEKEEPER_CACHE"):
+        library(VARIANTS[0])
+
+
+def test_a_compiler_named_with_half_a_quotation_is_refused(
+    fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "g++ '-O2")
+    with pytest.raises(Unavailable, match="cannot be read: No closing quotation"):
+        library(VARIANTS[0])
+
+
+def test_a_compiler_may_complain_in_any_bytes(fake_compiler: Path) -> None:
+    fake_compiler.write_text("#!/bin/sh\nprintf '\\377 error\\n' >&2\nexit 1\n")
+    with pytest.raises(Unavailable, match="failed on the native step"):
+        library(VARIANTS[0])
+
+
+def test_a_compiler_that_writes_nothing_leaves_nothing(fake_compiler: Path) -> None:
+    fake_compiler.write_text("#!/bin/sh\nexit 0\n")
+    with pytest.raises(Unavailable, match="wrote nothing"):
+        library(VARIANTS[0])
+    assert list(build.cache_folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"library"])
+def test_a_library_that_was_damaged_is_built_again(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not usable():
+        pytest.skip("the native step does not know this kind of CPU")
+    good = tmp_path / "good.so"
+    try:
+        shutil.copy(library(usable()[0]), good)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setenv("PAGEKEEPER_CACHE", str(tmp_path / "cache"))
+    made: list[Path] = []
+
+    def copy(command: list[str], target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(good, target)
+        made.append(target)
+
+    monkeypatch.setattr(build, "_build", copy)
+    path = library(usable()[0])
+    path.write_bytes(content)
+    assert native.load(usable()[0]).lanes > 0
+    assert made == [path, path]
+
+
+def test_a_shipped_library_that_cannot_be_loaded_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = VARIANTS[0]
+    shipped = build._shipped(str(tmp_path), variant)
+    shipped.write_bytes(b"library")
+    monkeypatch.setenv("PAGEKEEPER_KERNELS", str(tmp_path))
+    monkeypatch.setenv("PAGEKEEPER_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(Unavailable, match="cannot be loaded"):
+        native.load(variant)
+    assert shipped.exists()
