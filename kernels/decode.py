@@ -23,7 +23,16 @@ from torch import Tensor
 
 from kernels.launch import Call, Launch, architecture
 from kernels.options import Options
-from kernels.tiles import LOG2E, VARIED, Cache, as_operand, attend_tile, cases, common
+from kernels.tiles import (
+    LOG2E,
+    VARIED,
+    Cache,
+    as_operand,
+    attend_tile,
+    cases,
+    check_places,
+    common,
+)
 
 _NO_WINDOW = 2**31 - 1
 _ROWS = 16  # of the query matrix: the least that tensor cores take
@@ -350,6 +359,7 @@ def _calls(
     longest: int | None,
     arch: str,
 ) -> Iterator[Call]:
+    check_places(queries, out, tables, lengths=lengths)
     cache = Cache.of(queries, keys, values, scales, arch)
     arguments, constants = common(queries, cache, tables, scale, options, scales)
     rows, heads, head_dim = queries.shape

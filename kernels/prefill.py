@@ -20,7 +20,16 @@ from torch import Tensor
 
 from kernels.launch import Call, Launch, architecture
 from kernels.options import Options
-from kernels.tiles import LOG2E, VARIED, Cache, as_operand, attend_tile, cases, common
+from kernels.tiles import (
+    LOG2E,
+    VARIED,
+    Cache,
+    as_operand,
+    attend_tile,
+    cases,
+    check_places,
+    common,
+)
 
 
 def prefill(
@@ -296,6 +305,7 @@ def _call(
     out: Tensor,
     arch: str,
 ) -> Call:
+    check_places(queries, out, tables, starts=starts, lengths=lengths)
     cache = Cache.of(queries, keys, values, scales, arch)
     arguments, constants = common(queries, cache, tables, scale, options, scales)
     tokens, heads, head_dim = queries.shape

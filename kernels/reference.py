@@ -58,7 +58,9 @@ def _store(new: Tensor, cache: Tensor, scales: Tensor | None, slots: Tensor) -> 
     if scales is not None:
         new, scale = quantised(new, cache.dtype)
         scales.view(-1, scales.shape[-1])[slots] = scale
-    cache.flatten(0, 1)[slots] = new.to(cache.dtype)
+    cache.view(-1, *cache.shape[2:])[slots] = new.to(
+        cache.dtype
+    )  # a view: what is written must stay
 
 
 def quantised(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -282,6 +282,24 @@ def _check_scales(name: str, scales: Tensor | None, cache: Tensor) -> None:
         )
 
 
+def check_places(queries: Tensor, out: Tensor, tables: Tensor, **vectors: Tensor) -> None:
+    """Raise ValueError unless tables, lengths and results lie as the kernels step through them."""
+    if out.shape != queries.shape or out.stride(-1) != 1:
+        raise ValueError(
+            f"out is {list(out.shape)} with strides {out.stride()}: it must be {list(queries.shape)} as the "
+            "queries are, the elements of a head side by side"
+        )
+    if tables.shape[1] > 1 and tables.stride(1) != 1:
+        raise ValueError(
+            f"tables have strides {tables.stride()}: a row's ids must lie side by side"
+        )
+    for name, vector in vectors.items():
+        if len(vector) > 1 and vector.stride(0) != 1:
+            raise ValueError(
+                f"{name} have a stride of {vector.stride(0)}: they must lie side by side"
+            )
+
+
 # Devices with an instruction for it. Others take fewer for bits than Triton does for the type.
 _WITH_E4M3 = ("sm_89", "sm_9", "sm_1")
 

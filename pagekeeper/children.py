@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,8 @@ LEFTOVERS = (
     "gateway.json",
 )
 
+FEW_CPUS, NICE = 4, 5
+
 _FOR_EXECUTOR = (
     "model", "served_model_name", "device", "dtype", "kv_memory", "num_blocks", "block_size",
     "max_model_len", "max_step_tokens", "kernels", "weights", "cuda_graphs", "gpu_memory_share",
@@ -28,11 +31,12 @@ _FOR_EXECUTOR = (
 
 def specs(config: UpConfig) -> list[Spec]:
     """memd, executor and gateway in the order they are started; they are stopped in the opposite one."""
+    nice = _servers_nice(config)
     return [
         Spec(
             "memd",
             (*_python("memd", config), *_flag("admin_port", config.admin_port)),
-            nice=config.servers_nice,
+            nice=nice,
             stop_seconds=5,
         ),
         Spec(
@@ -58,10 +62,19 @@ def specs(config: UpConfig) -> list[Spec]:
             ),
             # Not a flag: every user of this machine can read command lines.
             env={"GATEWAY_API_KEYS": config.api_keys} if config.api_keys else {},
-            nice=config.servers_nice,
+            nice=nice,
             stop_seconds=config.drain_seconds + 5,
         ),
     ]
+
+
+def _servers_nice(config: UpConfig) -> int:
+    """A step that computes on all of few CPUs goes before what can wait a little."""
+    if config.servers_nice is not None:
+        return config.servers_nice
+    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return NICE if cpus <= FEW_CPUS and config.device in (None, "cpu") else 0
 
 
 def _python(module: str, config: UpConfig) -> Iterator[str]:

@@ -68,9 +68,10 @@ class UpConfig:
     executor_nice: int = flag(
         0, "lets memd and the gateway go first when cores are few: 0 (even) to 19", check=_whole
     )
-    servers_nice: int = flag(
-        0,
-        "lets the step go before memd and the gateway when cores are few: 0 (even) to 19",
+    servers_nice: int | None = flag(
+        None,
+        "lets a step on the CPU go before memd and the gateway: 0 (even) to 19; "
+        "default: 5 with up to 4 CPUs, else 0",
         check=_whole,
     )
     log_level: LogLevel | None = flag(None, "least severe line the children log")

@@ -304,6 +304,21 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         decode(queries[..., ::2], paged.keys[..., ::2], paged.values[..., ::2], *rest, scale=1.0)
 
 
+def test_tables_lengths_and_results_that_do_not_lie_side_by_side_are_refused() -> None:
+    paged = Paged.random([40, 9])
+    queries = torch.randn(2, 4, 64)
+    tables = paged.tables.repeat_interleave(2, 1)[:, ::2]
+    lengths = paged.lengths.repeat_interleave(2)[::2]
+    cache = (paged.keys, paged.values)
+    with pytest.raises(ValueError, match="a row's ids must lie side by side"):
+        decode(queries, *cache, tables, paged.lengths, scale=1.0)
+    with pytest.raises(ValueError, match="lengths have a stride of 2"):
+        decode(queries, *cache, paged.tables, lengths, scale=1.0)
+    for out in (queries.new_empty(2, 4, 128)[..., ::2], queries.new_empty(1, 4, 64)):
+        with pytest.raises(ValueError, match="the elements of a head side by side"):
+            decode(queries, *cache, paged.tables, paged.lengths, scale=1.0, out=out)
+
+
 def test_scales_that_do_not_fit_the_cache_are_refused() -> None:
     paged = Paged.random([9], stored=torch.int8)
     fit = paged.value_scales

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -234,6 +235,25 @@ def test_only_what_was_given_is_handed_to_children(run_dir: Path) -> None:
     )
     assert memd.argv[3:] == ("--run-dir", str(run_dir), "--admin-port", "9100")
     assert "--host" in gateway.argv
+
+
+@pytest.mark.parametrize(
+    ("cpus", "given", "nice"),
+    [
+        (2, {}, 5),
+        (4, {}, 5),
+        (5, {}, 0),
+        (2, {"device": "cuda"}, 0),
+        (2, {"servers_nice": 0}, 0),
+        (64, {"servers_nice": 7}, 7),
+    ],
+)
+def test_a_step_on_few_cpus_goes_before_memd_and_the_gateway(
+    cpus: int, given: dict[str, Any], nice: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)), raising=False)
+    children = specs(UpConfig(run_dir=run_dir, **given))
+    assert [child.nice for child in children] == [nice, 0, nice]
 
 
 def test_keys_are_on_no_command_line(run_dir: Path) -> None:
