@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import output
+
 Progress = Callable[[float], None]
 Section = Callable[[Progress], Any]
 
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--interpret", action="store_true", help="reduced, on a CPU, no GPU needed")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=output.file,
         default=Path("gpu_check.json"),
         help="JSON to write; the tables go beside it, as .txt (default gpu_check.json)",
     )

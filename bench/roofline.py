@@ -37,7 +37,8 @@ from bench.load.records import Record
 from executor.gguf import GgufFile, read_json
 from executor.load import DEFAULT_MODEL, find
 from executor.models.config import ModelConfig
-from kernels.cpu.build import FLAGS, best_variant, compiler
+from executor.weights import BadModel
+from kernels.cpu.build import FLAGS, Unavailable, best_variant, compiler
 
 SOURCE = Path(__file__).with_name("peak.cpp")
 BYTES = 2  # of a bfloat16
@@ -107,16 +108,27 @@ def step_time(records: Sequence[Record]) -> tuple[float, float]:
     return (ended - began) / steps, sum(before) / len(records) + steps / 2
 
 
-def peak(threads: int) -> float:
-    """FLOP/s of `threads` threads, of bfloat16 products or whatever the native step has instead here."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = str(Path(folder) / "peak.so")
-        command = [*compiler(), *FLAGS, *best_variant().flags, str(SOURCE), "-o", target]
-        subprocess.run(command, check=True, capture_output=True)
-        run = ctypes.CDLL(target).peak
-        run.restype, run.argtypes = ctypes.c_double, [ctypes.c_double]
+class Peak:
+    """Measures FLOP/s of bfloat16 products, or of whatever the native step has instead on this CPU.
+
+    Raises:
+        Unavailable: it cannot be built here.
+    """
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            target = str(Path(folder) / "peak.so")
+            command = [*compiler(), *FLAGS, *best_variant().flags, str(SOURCE), "-o", target]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            if done.returncode:
+                raise Unavailable(f"{command[0]} failed on {SOURCE.name}: {done.stderr[-500:]}")
+            self._run = ctypes.CDLL(target).peak
+        self._run.restype, self._run.argtypes = ctypes.c_double, [ctypes.c_double]
+
+    def rate(self, threads: int) -> float:
+        """Of `threads` threads together."""
         with ThreadPoolExecutor(threads) as pool:
-            return float(sum(pool.map(run, [PROBE_S] * threads)))
+            return float(sum(pool.map(self._run, [PROBE_S] * threads)))
 
 
 def shape(model: str) -> ModelConfig:
@@ -132,7 +144,10 @@ async def measure(options: argparse.Namespace) -> list[Level]:
 
     Raises:
         ServerProblem: the server cannot be measured.
+        Unavailable: there is no compiler for the probe.
+        BadModel: there is no such model.
     """
+    probe = Peak()
     work = Work.of(shape(options.model))
     levels = [Level(int(part)) for part in options.streams.split(",")]
     alone = Alone(options, levels) if options.alone else None
@@ -144,7 +159,7 @@ async def measure(options: argparse.Namespace) -> list[Level]:
         for turn in range(options.rounds):
             for level in levels:
                 bandwidth = read_bandwidth(options.threads) * 1e9
-                rate = peak(options.threads)
+                rate = probe.rate(options.threads)
                 seed = options.seed + 1000 * turn + level.streams
                 requests = workloads.fixed(vocabulary, options.input, options.output, seed)
                 records = await closed_loop(
@@ -226,7 +241,7 @@ def main() -> int:
                 "faster than bfloat16 weights can be read: the server holds others; start it with "
                 "--weights plain, and give its model as --model"
             )
-    except ServerProblem as problem:
+    except (ServerProblem, Unavailable, BadModel) as problem:
         print(f"bench.roofline: {problem}", file=sys.stderr)
         return 1
     return 0

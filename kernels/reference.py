@@ -58,9 +58,8 @@ def _store(new: Tensor, cache: Tensor, scales: Tensor | None, slots: Tensor) -> 
     if scales is not None:
         new, scale = quantised(new, cache.dtype)
         scales.view(-1, scales.shape[-1])[slots] = scale
-    cache.view(-1, *cache.shape[2:])[slots] = new.to(
-        cache.dtype
-    )  # a view: what is written must stay
+    # A view, or an error: what is written to a copy would be lost.
+    cache.view(-1, *cache.shape[2:])[slots] = new.to(cache.dtype)
 
 
 def quantised(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -69,9 +69,11 @@ def specs(config: UpConfig) -> list[Spec]:
 
 
 def _servers_nice(config: UpConfig) -> int:
-    """A step that computes on all of few CPUs goes before what can wait a little."""
+    """A step that computes on all of few CPUs goes before what can wait, unless told to wait itself."""
     if config.servers_nice is not None:
         return config.servers_nice
+    if config.executor_nice:
+        return 0
     affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     return NICE if cpus <= FEW_CPUS and config.device in (None, "cpu") else 0

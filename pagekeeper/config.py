@@ -71,7 +71,7 @@ class UpConfig:
     servers_nice: int | None = flag(
         None,
         "lets a step on the CPU go before memd and the gateway: 0 (even) to 19; "
-        "default: 5 with up to 4 CPUs, else 0",
+        "default: 5 with up to 4 CPUs and no --executor-nice, else 0",
         check=_whole,
     )
     log_level: LogLevel | None = flag(None, "least severe line the children log")

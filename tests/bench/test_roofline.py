@@ -6,8 +6,8 @@ import pytest
 
 from bench.load.client import ServerProblem
 from bench.load.records import Record
-from bench.roofline import Level, Work, impossible, peak, shape, step_time, table
-from kernels.cpu.build import Unavailable, compiler
+from bench.roofline import Level, Peak, Work, impossible, main, shape, step_time, table
+from kernels.cpu.build import Unavailable
 
 
 def _record(first: float, step: float, tokens: int) -> Record:
@@ -63,7 +63,25 @@ def test_a_failed_request_ends_the_measurement() -> None:
 
 def test_the_peak_rate_is_that_of_a_machine() -> None:
     try:
-        compiler()
+        peak = Peak()
     except Unavailable as reason:
         pytest.skip(str(reason))
-    assert 1e8 < peak(1) < 1e13
+    assert 1e8 < peak.rate(1) < 1e13
+
+
+def test_a_machine_without_a_compiler_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "nonesuch")
+    monkeypatch.setattr("sys.argv", ["roofline"])
+    assert main() == 1
+    assert capsys.readouterr().err.startswith("bench.roofline: CXX names nonesuch")
+
+
+def test_a_model_that_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.roofline.Peak", object)
+    monkeypatch.setattr("sys.argv", ["roofline", "--model", "nonesuch"])
+    assert main() == 1
+    assert "no model at 'nonesuch'" in capsys.readouterr().err

@@ -244,6 +244,7 @@ def test_only_what_was_given_is_handed_to_children(run_dir: Path) -> None:
         (4, {}, 5),
         (5, {}, 0),
         (2, {"device": "cuda"}, 0),
+        (2, {"executor_nice": 5}, 0),  # they go before the step, as asked
         (2, {"servers_nice": 0}, 0),
         (64, {"servers_nice": 7}, 7),
     ],
@@ -253,7 +254,7 @@ def test_a_step_on_few_cpus_goes_before_memd_and_the_gateway(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)), raising=False)
     children = specs(UpConfig(run_dir=run_dir, **given))
-    assert [child.nice for child in children] == [nice, 0, nice]
+    assert [child.nice for child in children] == [nice, given.get("executor_nice", 0), nice]
 
 
 def test_keys_are_on_no_command_line(run_dir: Path) -> None:
