@@ -1,9 +1,10 @@
 """How near a running server's decode steps come to what this machine allows: its bandwidth and peak rate.
 
 In every round memory bandwidth and the peak rate of products are probed on all threads, then the server
-decodes N streams at once, and if wished the same step runs alone in this process. The least time of a step is
-that of its products, or of reading the weights if that takes longer, and that of reading K and V (Williams et
-al., CACM 2009, one roof after the other). The server must hold its weights as bfloat16.
+decodes N streams at once, read by a client that takes next to nothing of the same CPUs, and if wished the same
+step runs alone in this process. The least time of a step is that of its products, or of reading the weights if
+that takes longer, and that of reading K and V (Williams et al., CACM 2009, one roof after the other). The server
+must hold its weights as bfloat16.
 
     pagekeeper up --weights plain
     python -m bench.roofline [--url http://127.0.0.1:8000] [--streams 1,8,16,64] [--rounds 3] [--alone]
@@ -12,7 +13,6 @@ al., CACM 2009, one roof after the other). The server must hold its weights as b
 from __future__ import annotations
 
 import argparse
-import asyncio
 import ctypes
 import random
 import subprocess
@@ -26,11 +26,11 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
+import uvloop
 from tqdm import tqdm
 
-from bench.load import workloads
+from bench.load import lean, workloads
 from bench.load.client import Client, ServerProblem
-from bench.load.loops import closed_loop
 from bench.load.plan import vocabulary_of
 from bench.load.probe import read_bandwidth
 from bench.load.records import Record
@@ -162,9 +162,7 @@ async def measure(options: argparse.Namespace) -> list[Level]:
                 rate = probe.rate(options.threads)
                 seed = options.seed + 1000 * turn + level.streams
                 requests = workloads.fixed(vocabulary, options.input, options.output, seed)
-                records = await closed_loop(
-                    client, list(islice(requests, level.streams)), level.streams
-                )
+                records = await lean.at_once(client, list(islice(requests, level.streams)))
                 served, context = step_time(records)
                 level.served.append(served)
                 level.least.append(work.least(level.streams, context, bandwidth, rate))
@@ -234,7 +232,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--alone", action="store_true", help="measure the step in this process too")
     try:
-        levels = asyncio.run(measure(parser.parse_args()))
+        levels = uvloop.run(measure(parser.parse_args()))
         print(table(levels))
         if impossible(levels):
             raise ServerProblem(

@@ -112,6 +112,11 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._http.close()
 
+    @property
+    def header_lines(self) -> str:
+        """What every request's head holds, for who writes it."""
+        return "".join(f"{name}: {value}\r\n" for name, value in self._headers.items())
+
     async def connect(self) -> None:
         """Find the model.
 
