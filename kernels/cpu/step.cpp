@@ -78,8 +78,16 @@ struct Tile {
     bool sampled;                     // whether one of the tokens is
 };
 
+// Rows of a product's input.
+struct Input {
+    Buffer units;                   // normed
+    Buffer integers, sums, worths;  // or what quantised weights take
+};
+
 struct Scratch {  // of one thread
     Later later;
+    Input input;      // of a product, in small steps
+    size_t prepared;  // the last product that was begun
     Buffer queries, scores, tiles, out, row;
     Candidates candidates;
     Buffer best;  // of each output and lane: the greatest logit, its id, and NaN once one was not finite
@@ -96,6 +104,8 @@ enum Kind {
     LAST_NORM, HEAD, DRAW
 };
 constexpr size_t PER_LAYER = 11, BEFORE = 2, AFTER = 3;
+constexpr size_t SMALL = 32;  // tokens for which it costs less to do a thing twice than to wait for each other
+constexpr size_t WORTH = 64;  // rows times panels of a piece of a product, at least
 constexpr size_t LAST_PIECES = 9;  // stages from the last layer's ROUND_ATTENDED on
 
 class Engine {
@@ -143,23 +153,22 @@ class Engine {
     struct Writers {
         u64 strips;  // as bits
         u32 step;    // in which they write
+        i32 row;     // the last one that does
     };
     std::vector<Writers> writers;  // of each block
     std::atomic<u32> number{0};  // of the step
     std::atomic<bool> stopping{false};
 
-    Buffer residual, normed, projected, queries, attended, gated, positions, owners;
-    Buffer integers, sums, worths;  // the input of the next product, when its weights are quantised
+    Buffer residual, projected, queries, attended, gated, positions, owners;
+    Input input;        // of the next product
+    bool small;         // whether in this step each thread prepares inputs of products for itself
+    bool apart;         // whether no token reads what another one of this step writes
     std::vector<Tile> tiles;
     size_t ld_hidden, ld_qkv, ld_gated;  // padded to whole panels
     size_t ld_integers;                  // in pairs
 
-    // The part of `count` that is piece `left` from the end of `pieces`.
     struct Range {
         size_t from, to;
-        Range(size_t from, size_t to) : from(from), to(to) {}
-        Range(size_t count, size_t pieces, u32 left)
-            : from(count * (pieces - 1 - left) / pieces), to(count * (pieces - left) / pieces) {}
     };
 
     size_t group() const { return m.heads / m.kv_heads; }
@@ -185,15 +194,13 @@ class Engine {
 
     void prepare() {
         const size_t n = s.tokens;
+        small = n <= SMALL;
         residual.reserve(n * ld_hidden * 4);
-        normed.reserve(n * ld_hidden * 4);
         projected.reserve(n * ld_qkv * 4);
         queries.reserve(n * m.heads * m.head_dim * 4);
         attended.reserve(n * m.heads * m.head_dim * 4);
         gated.reserve(n * ld_gated * 4);
-        integers.reserve(n * ld_integers * 4);
-        sums.reserve(n * ld_integers / PAIRS * 4);
-        worths.reserve(n * 4);
+        reserve(input, n);
         positions.reserve(n * 4);
         owners.reserve(n * 4);
         tiles.clear();
@@ -219,6 +226,8 @@ class Engine {
         const size_t rows = most * group();
         for (auto& own : scratch) {
             own.later = {};
+            own.prepared = ~(size_t)0;
+            if (small) reserve(own.input, n);
             own.queries.reserve(rows * m.head_dim * 4);
             own.scores.reserve(rows * scores_stride(longest) * 4);
             own.tiles.reserve((longest / m.block_size + 2) * sizeof(void*) * 2);
@@ -235,7 +244,14 @@ class Engine {
         open_strips(next, count);
         in_strips.store(count > 1, std::memory_order_relaxed);
         for (size_t i = 0; i < stages.size(); i++)
-            if (count == 1 || i < BEFORE || i >= behind_strips()) stages[i].open(next, (u32)pieces(i));
+            if (count == 1 || i < BEFORE || i >= behind_strips()) stages[i].open(next, pieces(i), m.threads);
+    }
+
+    void reserve(Input& rows, size_t n) {
+        rows.units.reserve(n * ld_hidden * 4);
+        rows.integers.reserve(n * ld_integers * 4);
+        rows.sums.reserve(n * ld_integers / PAIRS * 4);
+        rows.worths.reserve(n * 4);
     }
 
     // Strips that the layers of so many tokens are shared out in; with one, threads share out columns instead. Each
@@ -258,9 +274,10 @@ class Engine {
             for (size_t token = strip_rows(strip).from; token < strip_rows(strip).to; token++) {
                 Writers& of = writers[s.tables[owners.as<i32>()[token]][positions.as<i32>()[token] / m.block_size]];
                 if (of.step != step) of = {0, step};
-                of.strips |= 1ull << strip;
+                of.strips |= 1ull << strip, of.row = owners.as<i32>()[token];
             }
         u64 needs[Strips::MOST] = {};
+        apart = s.rows == s.tokens;
         blocks_read.clear();
         strip_blocks.clear();
         for (size_t strip = 0; strip < count; strip++) {
@@ -271,7 +288,9 @@ class Engine {
                 for (i32 b = 0; b * m.block_size < tile.position + tile.count; b++) {
                     const i32 block = s.tables[tile.row][b];
                     blocks_read.push_back(block);
-                    if (writers[block].step == step) needs[strip] |= writers[block].strips;
+                    if (writers[block].step != step) continue;
+                    needs[strip] |= writers[block].strips;
+                    apart &= writers[block].row == tile.row;
                 }
             }
             needs[strip] &= ~(1ull << strip);
@@ -281,9 +300,11 @@ class Engine {
         if (count > 1) strips.open(step, count, needs);
     }
 
+    static size_t first_stage(size_t layer) { return BEFORE + PER_LAYER * layer; }
+
     Kind kind(size_t stage) const {
         if (stage < BEFORE) return (Kind)stage;
-        const size_t end = BEFORE + PER_LAYER * layers.size();
+        const size_t end = first_stage(layers.size());
         return (Kind)(stage < end ? NORM + (stage - BEFORE) % PER_LAYER : LAST_NORM + (stage - end));
     }
 
@@ -299,18 +320,59 @@ class Engine {
         const size_t n = rows_of(stage), each = n < 128 ? 4 : 16, some = (n + each - 1) / each;
         switch (kind(stage)) {
             case COPY: return s.copies * m.layers;
-            case EMBED: case NORM: case PLACE: case POST_NORM: case LAST_NORM: return some;
-            case QKV: return shares(qkv_columns(), n);
+            case EMBED: return some;
+            case NORM: case POST_NORM: case LAST_NORM: return small ? 0 : some;
+            case ROUND_ATTENDED: case ROUND_GATED:  // for the product that follows
+                return small || product_of(stage + 1).linear->form == UNITS ? 0 : some;
+            case QKV: case OUTPUT: case GATE: case DOWN: case HEAD: {
+                // Pieces of enough work that taking them costs nothing beside it, as many for each thread.
+                const size_t panels = n ? product_of(stage).panels() : 0, shares = Stage::shares(panels, m.threads);
+                return panels ? std::min(panels, padded(panels * n, shares * WORTH) / WORTH) : 0;
+            }
+            case PLACE: return apart ? 0 : some;
             case ATTEND: return tiles.size() * m.kv_heads;
             case COMPACT: return stage == behind_strips() && s.outputs < s.tokens;
-            case ROUND_ATTENDED: return layer_of(stage)->output.form == UNITS ? 0 : some;
-            case ROUND_GATED: return layer_of(stage)->down.form == UNITS ? 0 : some;
-            case OUTPUT: case DOWN: return shares(m.hidden, n);
-            case GATE: return shares(gate_columns(), n);
-            case HEAD: return shares(m.vocab, n);
             case DRAW: return s.draws;
         }
         return 0;
+    }
+
+    // What a stage multiplies, if it does.
+    struct Product {
+        const Linear* linear;
+        size_t columns, inner;
+        size_t panels() const { return padded(columns, PANEL) / PANEL; }
+    };
+    Product product_of(size_t stage) const {
+        const Layer* layer = layer_of(stage);
+        switch (kind(stage)) {
+            case QKV: return {&layer->qkv, qkv_columns(), (size_t)m.hidden};
+            case OUTPUT: return {&layer->output, (size_t)m.hidden, (size_t)(m.heads * m.head_dim)};
+            case GATE: return {&layer->gate_up, gate_columns(), (size_t)m.hidden};
+            case DOWN: return {&layer->down, (size_t)m.hidden, (size_t)m.intermediate};
+            case HEAD: return {&m.head, (size_t)m.vocab, (size_t)m.hidden};
+            default: return {};
+        }
+    }
+
+    Range panels_of(size_t stage, size_t piece) const {
+        const size_t panels = product_of(stage).panels(), count = pieces(stage);
+        return {panels * piece / count, panels * (piece + 1) / count};
+    }
+
+    // Weights that thread `t` reads behind those of a piece: of the same product, or of the next one.
+    template <class T> const u32* behind(size_t stage, int t, i64 next) const {
+        if (next < 0) {
+            do
+                if (++stage == stages.size()) return nullptr;
+            while (!product_of(stage).linear || !rows_of(stage));
+            const size_t count = pieces(stage), shares = Stage::shares(count, m.threads);
+            next = count * (t * shares / m.threads) / shares;
+        }
+        const Product product = product_of(stage);
+        if (product.linear->form != UNITS) return nullptr;
+        return reinterpret_cast<const u32*>(product.linear->weight) +
+               panels_of(stage, next).from * PANEL * (product.inner / T::per);
     }
 
     const Layer* layer_of(size_t stage) const {
@@ -318,22 +380,15 @@ class Engine {
         return index < layers.size() ? &layers[index] : nullptr;
     }
 
-    // The columns of a product are shared out in whole panels, one share for each thread, because a thread reads
-    // weights that follow each other faster than what takes turns.
-    size_t shares(size_t columns, size_t rows) const {
-        return rows ? std::min<size_t>(padded(columns, PANEL) / PANEL, m.threads) : 0;
-    }
-
     // Some rows of a product and some panels of its columns.
     struct Part {
         Range rows, panels;
+        const Input& input;
         Later& later;
+        const u32* behind;  // weights that are read next, or null
     };
-    Part share(size_t columns, size_t rows, u32 left, Scratch& own) const {
-        return {{0, rows}, {padded(columns, PANEL) / PANEL, shares(columns, rows), left}, own.later};
-    }
-    static Part across(size_t columns, Range rows, Scratch& own) {
-        return {rows, {0, padded(columns, PANEL) / PANEL}, own.later};
+    Part across(size_t columns, Range rows, Scratch& own) const {
+        return {rows, {0, padded(columns, PANEL) / PANEL}, input, own.later, nullptr};
     }
 
     size_t scores_stride(size_t length) const { return padded(length, m.block_size) + 2 * W; }
@@ -341,7 +396,8 @@ class Engine {
     template <class T> void compute(int t, u32 step) {
         const auto run = [&](size_t from, size_t to) {
             for (size_t i = from; i < to; i++)
-                if (!stages[i].run(step, [&](u32 left) { work_on<T>(t, i, left); })) return false;
+                if (!stages[i].run(step, t, m.threads, [&](size_t piece, i64 next) { work_on<T>(t, i, piece, next); }))
+                    return false;
             return true;
         };
         if (!in_strips.load(std::memory_order_relaxed)) {
@@ -352,12 +408,6 @@ class Engine {
                    })) {
             run(behind_strips(), stages.size());
         }
-    }
-
-    // As fetch_later, of a thread's share when threads share out columns.
-    template <class T> void fetch_share(Scratch& own, size_t index, size_t piece, size_t pieces) {
-        const size_t all = blocks_read.size();
-        fetch_later<T>(own, index, all * piece / pieces, all * (piece + 1) / pieces);
     }
 
     // Has the products to come fetch these of `blocks_read` for the attention of layer `index`.
@@ -373,9 +423,9 @@ class Engine {
         const Range rows = strip_rows(strip);
         Scratch& own = scratch[t];
         if (index == 0) fetch_later<T>(own, 0, strip_blocks[strip], strip_blocks[strip + 1]);
-        normalise<T>(own, rows, layer.input_norm, layer.qkv.form);
+        prepare_input<T>(own, first_stage(index) + (QKV - NORM), rows, input);
         project_qkv<T>(layer, across(qkv_columns(), rows, own));
-        place<T>(rows, layer, index);
+        place<T>(rows, index);
     }
 
     // The rest of it; of the last layer its attention alone.
@@ -388,51 +438,80 @@ class Engine {
         fetch_later<T>(own, index + 1, strip_blocks[strip], strip_blocks[strip + 1]);
         const Range rows = strip_rows(strip);
         const size_t heads = m.heads * m.head_dim;
-        if (layer.output.form != UNITS) round(own, rows, attended.as<float>(), heads, heads, layer.output.form);
+        prepare_input<T>(own, first_stage(index) + (OUTPUT - NORM), rows, input);
         add_product<T>(layer.output, attended.as<u32>(), heads, heads, across(m.hidden, rows, own));
-        normalise<T>(own, rows, layer.post_norm, layer.gate_up.form);
+        prepare_input<T>(own, first_stage(index) + (GATE - NORM), rows, input);
         gate<T>(layer, across(gate_columns(), rows, own));
-        if (layer.down.form != UNITS) round(own, rows, gated.as<float>(), ld_gated, m.intermediate, layer.down.form);
+        prepare_input<T>(own, first_stage(index) + (DOWN - NORM), rows, input);
         add_product<T>(layer.down, gated.as<u32>(), ld_gated, m.intermediate, across(m.hidden, rows, own));
     }
 
-    template <class T> void work_on(int t, size_t stage, u32 left) {
+    template <class T> void work_on(int t, size_t stage, size_t piece, i64 next) {
         const size_t n = rows_of(stage), count = pieces(stage), index = (stage - BEFORE) / PER_LAYER;
-        const Range some(n, count, left);
+        const Range some{n * piece / count, n * (piece + 1) / count};
         const Layer* layer = layer_of(stage);
         const size_t heads = m.heads * m.head_dim;
         Scratch& own = scratch[t];
+        const auto part = [&] {
+            if (own.prepared != stage) begin_product<T>(t, stage);
+            const Input& rows = small ? own.input : input;
+            return Part{{0, n}, panels_of(stage, piece), rows, own.later, behind<T>(stage, t, next)};
+        };
         switch (kind(stage)) {
-            case COPY: return copy<T>(count - 1 - left);
+            case COPY: return copy<T>(piece);
             case EMBED: return embed<T>(some);
-            case NORM: return normalise<T>(own, some, layer->input_norm, layer->qkv.form);
-            case QKV:
-                if (index == 0) fetch_share<T>(own, 0, count - 1 - left, count);
-                return project_qkv<T>(*layer, share(qkv_columns(), n, left, own));
-            case PLACE: return place<T>(some, *layer, index);
+            case NORM: case ROUND_ATTENDED: case POST_NORM: case ROUND_GATED: case LAST_NORM:
+                return prepare_input<T>(own, stage + 1, some, input);
+            case QKV: return project_qkv<T>(*layer, part());
+            case PLACE: return place<T>(some, index);
             case ATTEND: {
-                const size_t piece = count - 1 - left;
-                return attend<T>(own, index, tiles[piece / m.kv_heads], piece % m.kv_heads);
+                const Tile& tile = tiles[piece / m.kv_heads];
+                const size_t kv_head = piece % m.kv_heads;
+                if (apart) place_group<T>(index, tile.first, kv_head);
+                return attend<T>(own, index, tile, kv_head);
             }
             case COMPACT: return compact<T>(layer->output.form);
-            case ROUND_ATTENDED: return round(own, some, attended.as<float>(), heads, heads, layer->output.form);
-            case ROUND_GATED:
-                return round(own, some, gated.as<float>(), ld_gated, m.intermediate, layer->down.form);
-            case OUTPUT:
-                fetch_share<T>(own, index + 1, count - 1 - left, count);
-                return add_product<T>(layer->output, attended.as<u32>(), heads, heads, share(m.hidden, n, left, own));
-            case POST_NORM: return normalise<T>(own, some, layer->post_norm, layer->gate_up.form);
-            case GATE: return gate<T>(*layer, share(gate_columns(), n, left, own));
-            case DOWN: 
-                return add_product<T>(layer->down, gated.as<u32>(), ld_gated, m.intermediate,
-                                      share(m.hidden, n, left, own));
-            case LAST_NORM: return normalise<T>(own, some, m.norm, m.head.form);
-            case HEAD: return choose<T>(own, share(m.vocab, n, left, own));
-            case DRAW: return draw(t, left);
+            case OUTPUT: return add_product<T>(layer->output, attended.as<u32>(), heads, heads, part());
+            case GATE: return gate<T>(*layer, part());
+            case DOWN: return add_product<T>(layer->down, gated.as<u32>(), ld_gated, m.intermediate, part());
+            case HEAD: return choose<T>(own, part());
+            case DRAW: return draw(t, piece);
         }
     }
 
-    void draw(int t, u32 index) {
+    // What a thread does first in the stage of a product.
+    template <class T> void begin_product(int t, size_t stage) {
+        Scratch& own = scratch[t];
+        own.prepared = stage;
+        const size_t index = (stage - BEFORE) / PER_LAYER;
+        const bool first = kind(stage) == QKV && index == 0;
+        if (first || kind(stage) == OUTPUT) {
+            const size_t all = blocks_read.size();
+            fetch_later<T>(own, first ? 0 : index + 1, all * t / m.threads, all * (t + 1) / m.threads);
+        }
+        if (small) prepare_input<T>(own, stage, {0, rows_of(stage)}, own.input);
+    }
+
+    // Some rows of the input of the product of `stage`.
+    template <class T> void prepare_input(Scratch& own, size_t stage, Range rows, Input& to) {
+        const Layer* layer = layer_of(stage);
+        const size_t heads = m.heads * m.head_dim;
+        const i64 form = product_of(stage).linear->form;
+        switch (kind(stage)) {
+            case QKV: return normalise<T>(own, rows, layer->input_norm, form, to);
+            case GATE: return normalise<T>(own, rows, layer->post_norm, form, to);
+            case HEAD: return normalise<T>(own, rows, m.norm, form, to);
+            case OUTPUT:
+                if (form != UNITS) round(own, rows, attended.as<float>(), heads, heads, form, to);
+                return;
+            case DOWN:
+                if (form != UNITS) round(own, rows, gated.as<float>(), ld_gated, m.intermediate, form, to);
+                return;
+            default: return;
+        }
+    }
+
+    void draw(int t, size_t index) {
         const Draw& draw = s.drawn[index];
         s.picked[index] = scratch[t].candidates.pick(s.logits + draw.row * m.vocab, m.vocab, draw);
     }
@@ -464,10 +543,11 @@ class Engine {
     }
 
     // Root mean square norm of rows of the residual stream.
-    template <class T> void normalise(const Scratch& own, Range rows, const float* weight, i64 form) {
+    template <class T>
+    void normalise(const Scratch& own, Range rows, const float* weight, i64 form, const Input& input) {
         for (size_t i = rows.from; i < rows.to; i++) {
             const float* x = residual.as<float>() + i * ld_hidden;
-            u32* to = normed.as<u32>() + i * ld_hidden / T::per;
+            u32* to = input.units.as<u32>() + i * ld_hidden / T::per;
             const float factor = inverse_rms(x, ld_hidden, m.hidden);
             if (form == UNITS) {
                 for (size_t h = 0; h < ld_hidden; h += W)
@@ -477,26 +557,27 @@ class Engine {
             float* row = own.row.as<float>();
             for (size_t h = 0; h < ld_hidden; h += W)
                 store(row + h, load<vf>(x + h) * factor * load<vf>(weight + h));
-            keep_integers(i, row, m.hidden, form);
+            keep_integers(i, row, m.hidden, form, input);
         }
     }
 
     // Rows of input as integers, for quantised weights.
-    void round(const Scratch& own, Range rows, const float* x, size_t ldx, size_t n, i64 form) {
+    void round(const Scratch& own, Range rows, const float* x, size_t ldx, size_t n, i64 form, const Input& input) {
         float* row = own.row.as<float>();
         for (size_t i = rows.from; i < rows.to; i++) {
             std::memcpy(row, x + i * ldx, n * 4);
-            keep_integers(i, row, n, form);
+            keep_integers(i, row, n, form, input);
         }
     }
 
     // `x` has room for padding.
-    void keep_integers(size_t row, float* x, size_t n, i64 form) {
+    void keep_integers(size_t row, float* x, size_t n, i64 form, const Input& input) {
         const size_t all = padded_inputs(n, form);
         for (size_t i = n; i < all; i++) x[i] = 0;
-        u32 *to = integers.as<u32>() + row * ld_integers, *own = sums.as<u32>() + row * (ld_integers / PAIRS);
-        worths.as<float>()[row] = form == W8A8 ? to_octets(x, all, to, own)
-                                               : to_integers(x, all, form == NIBBLES, to, own);
+        u32* to = input.integers.as<u32>() + row * ld_integers;
+        u32* own = input.sums.as<u32>() + row * (ld_integers / PAIRS);
+        float& worth = input.worths.as<float>()[row];
+        worth = form == W8A8 ? to_octets(x, all, to, own) : to_integers(x, all, form == NIBBLES, to, own);
     }
 
     float inverse_rms(const float* x, size_t n, size_t count) const {
@@ -506,7 +587,7 @@ class Engine {
     }
 
     // store_tile(row, first column, values of a panel) for a part of x . weight. Quantised weights take what
-    // `integers` holds instead of x.
+    // the part's input holds instead of x.
     template <class T, class Store>
     void multiply(const Part& part, const Linear& linear, size_t inner, const u32* x, size_t ldx,
                   const Store& store_tile) {
@@ -520,10 +601,10 @@ class Engine {
     template <class Store>
     void multiply_octets(const Part& part, const Linear& linear, size_t inner, const Store& store_tile) {
         multiply_units<Octets>(
-            part, linear, padded_inputs(inner, W8A8) / 4, integers.as<u32>(), ld_integers,
+            part, linear, padded_inputs(inner, W8A8) / 4, part.input.integers.as<u32>(), ld_integers,
             [&](size_t row, size_t column, float* values) {
-                const i32 begin = sums.as<i32>()[row * (ld_integers / PAIRS)];
-                const float worth = worths.as<float>()[row];
+                const i32 begin = part.input.sums.as<i32>()[row * (ld_integers / PAIRS)];
+                const float worth = part.input.worths.as<float>()[row];
                 for (int v = 0; v < PANEL; v += W)
                     store(values + v, __builtin_convertvector(load<vi>(values + v) + begin, vf) *
                                           (load<vf>(linear.scales + column + v) * worth));
@@ -541,15 +622,16 @@ class Engine {
         alignas(64) float out[ROWS * PANEL];
         for (size_t base = part.rows.from; base < part.rows.to; base += SOME) {
             const size_t rows = std::min(SOME, part.rows.to - base);
-            const bool fetches = rows > FEW;  // of the next panel, each tile of rows its share
             for (size_t panel = part.panels.from; panel < part.panels.to; panel++) {
                 const u32* w = weight + panel * PANEL * k;
+                const u32* next = panel + 1 < part.panels.to ? w + PANEL * k : part.behind;
+                const bool fetches = next && rows > FEW;  // each tile of rows its share
                 tiles_of(rows, [&](size_t first, int count) {
                     const size_t row = base + first;
                     const size_t begin = fetches ? k * first / rows : 0, end = fetches ? k * (first + count) / rows : 0;
                     const Lines later = fetches && part.later.more() ? part.later.take(k - (end - begin)) : Lines{};
                     with_rows(count, [&](auto R) {
-                        product<T, R.value>(w, x + row * ldx, ldx, k, out, w + (k + begin) * PANEL, end - begin,
+                        product<T, R.value>(w, x + row * ldx, ldx, k, out, next + begin * PANEL, end - begin,
                                              later);
                     });
                     for (int r = 0; r < count; r++) store_tile(row + r, panel * PANEL, out + r * PANEL);
@@ -568,12 +650,14 @@ class Engine {
             for (size_t p = 0; p < parts; p++) {
                 const size_t base = part.rows.from + all * p / parts;
                 const size_t rows = part.rows.from + all * (p + 1) / parts - base;
-                if (linear.form == NIBBLES) multiply_panel<Nibbles>(linear.weight, panel, groups, base, rows, out);
-                else multiply_panel<Bytes>(linear.weight, panel, groups, base, rows, out);
+                const Input& input = part.input;
+                if (linear.form == NIBBLES)
+                    multiply_panel<Nibbles>(linear.weight, panel, groups, input, base, rows, out);
+                else multiply_panel<Bytes>(linear.weight, panel, groups, input, base, rows, out);
                 for (size_t r = 0; r < rows; r++) {
                     float* own = out + r * PANEL;
                     for (int v = 0; v < PANEL; v += W)
-                        store(own + v, load<vf>(own + v) * worths.as<float>()[base + r]);
+                        store(own + v, load<vf>(own + v) * part.input.worths.as<float>()[base + r]);
                     store_tile(base + r, panel * PANEL, own);
                 }
             }
@@ -581,13 +665,14 @@ class Engine {
 
     // out[row][v], in parts of what the row's integers are worth.
     template <class Q>
-    void multiply_panel(const u8* weight, size_t index, size_t groups, size_t base, size_t rows, float* out) const {
+    void multiply_panel(const u8* weight, size_t index, size_t groups, const Input& from, size_t base, size_t rows,
+                        float* out) const {
         constexpr size_t FEW = 2 * ROWS;  // rows for which unpacking once and for all does not pay
         const u8* panel = weight + index * groups * Q::bytes;
         const auto input = [&](size_t first) {
             const size_t row = base + first;
-            return Integers{integers.as<u32>() + row * ld_integers, sums.as<u32>() + row * (ld_integers / PAIRS),
-                            ld_integers};
+            return Integers{from.integers.as<u32>() + row * ld_integers,
+                            from.sums.as<u32>() + row * (ld_integers / PAIRS), ld_integers};
         };
         std::memset(out, 0, rows * PANEL * 4);
         if (rows <= FEW) {
@@ -615,7 +700,7 @@ class Engine {
     }
 
     template <class T> void project_qkv(const Layer& layer, const Part& part) {
-        multiply<T>(part, layer.qkv, m.hidden, normed.as<u32>(), ld_hidden / T::per,
+        multiply<T>(part, layer.qkv, m.hidden, part.input.units.as<u32>(), ld_hidden / T::per,
                     [&](size_t row, size_t column, const float* values) {
                         float* to = projected.as<float>() + row * ld_qkv + column;
                         const float* bias = layer.qkv.bias;
@@ -638,7 +723,7 @@ class Engine {
 
     // silu(gate) * up; columns come as vectors of gate and up in turn.
     template <class T> void gate(const Layer& layer, const Part& part) {
-        multiply<T>(part, layer.gate_up, m.hidden, normed.as<u32>(), ld_hidden / T::per,
+        multiply<T>(part, layer.gate_up, m.hidden, part.input.units.as<u32>(), ld_hidden / T::per,
                     [&](size_t row, size_t column, const float* values) {
                         u32* to = gated.as<u32>() + row * ld_gated / T::per;
                         float* exact = gated.as<float>() + row * ld_gated;
@@ -652,39 +737,49 @@ class Engine {
     }
 
     // Norm and rotation of q and k; q to `queries`, k and v to their slots.
-    template <class T> void place(Range tokens, const Layer& layer, size_t index) {
-        const size_t all = m.heads + 2 * m.kv_heads, head = m.head_dim;
-        for (size_t i = tokens.from * all; i < tokens.to * all; i++) {
-            const size_t token = i / all, h = i % all;
-            const float* x = projected.as<float>() + token * ld_qkv + h * head;
-            const i32 position = positions.as<i32>()[token];
-            const bool is_query = h < (size_t)m.heads, is_value = h >= (size_t)(m.heads + m.kv_heads);
-            alignas(64) float turned[MOST_HEAD];
-            if (!is_value) {
-                x = normed_head(x, is_query ? layer.query_norm : layer.key_norm, turned);
-                if (layer.rotated) x = rotate(x, position, turned);
-            }
-            if (is_query) {
-                u32* to = queries.as<u32>() + token * m.heads * head / T::per;
-                for (size_t d = 0; d < head; d += W) T::put(to, h * head + d, load<vf>(x + d));
-                continue;
-            }
-            const i32* table = s.tables[owners.as<i32>()[token]];
-            const size_t slot = position % m.block_size, kv_head = (h - m.heads) % m.kv_heads;
-            u32* tile = m.kv + tile_at<T>(index, table[position / m.block_size], kv_head);
-            alignas(64) u32 units[MOST_HEAD];
-            for (size_t d = 0; d < head; d += W) T::put(units, d, load<vf>(x + d));
-            if (!is_value) {
-                for (size_t d = 0; d < head / T::per; d++) tile[d * m.block_size + slot] = units[d];
-                continue;
-            }
-            tile += tile_units(T::per);
-            if constexpr (T::per == 1) {
-                std::memcpy(tile + slot * head, units, head * 4);
-            } else {
-                u16* to = reinterpret_cast<u16*>(tile + slot / 2 * head) + slot % 2;
-                for (size_t d = 0; d < head; d++) to[2 * d] = reinterpret_cast<const u16*>(units)[d];
-            }
+    template <class T> void place(Range tokens, size_t index) {
+        for (size_t token = tokens.from; token < tokens.to; token++)
+            for (i64 h = 0; h < m.heads + 2 * m.kv_heads; h++) place_head<T>(index, token, h);
+    }
+
+    // The same of one token and what one KV head needs.
+    template <class T> void place_group(size_t index, size_t token, size_t kv_head) {
+        for (size_t h = 0; h < group(); h++) place_head<T>(index, token, kv_head * group() + h);
+        place_head<T>(index, token, m.heads + kv_head);
+        place_head<T>(index, token, m.heads + m.kv_heads + kv_head);
+    }
+
+    template <class T> void place_head(size_t index, size_t token, size_t h) {
+        const Layer& layer = layers[index];
+        const size_t head = m.head_dim;
+        const float* x = projected.as<float>() + token * ld_qkv + h * head;
+        const i32 position = positions.as<i32>()[token];
+        const bool is_query = h < (size_t)m.heads, is_value = h >= (size_t)(m.heads + m.kv_heads);
+        alignas(64) float turned[MOST_HEAD];
+        if (!is_value) {
+            x = normed_head(x, is_query ? layer.query_norm : layer.key_norm, turned);
+            if (layer.rotated) x = rotate(x, position, turned);
+        }
+        if (is_query) {
+            u32* to = queries.as<u32>() + token * m.heads * head / T::per;
+            for (size_t d = 0; d < head; d += W) T::put(to, h * head + d, load<vf>(x + d));
+            return;
+        }
+        const i32* table = s.tables[owners.as<i32>()[token]];
+        const size_t slot = position % m.block_size, kv_head = (h - m.heads) % m.kv_heads;
+        u32* tile = m.kv + tile_at<T>(index, table[position / m.block_size], kv_head);
+        alignas(64) u32 units[MOST_HEAD];
+        for (size_t d = 0; d < head; d += W) T::put(units, d, load<vf>(x + d));
+        if (!is_value) {
+            for (size_t d = 0; d < head / T::per; d++) tile[d * m.block_size + slot] = units[d];
+            return;
+        }
+        tile += tile_units(T::per);
+        if constexpr (T::per == 1) {
+            std::memcpy(tile + slot * head, units, head * 4);
+        } else {
+            u16* to = reinterpret_cast<u16*>(tile + slot / 2 * head) + slot % 2;
+            for (size_t d = 0; d < head; d++) to[2 * d] = reinterpret_cast<const u16*>(units)[d];
         }
     }
 
@@ -835,7 +930,7 @@ class Engine {
         vi* where = own.where(s.outputs);
         vf* faults = own.faults(s.outputs);
         const vi lane = lanes();
-        multiply<T>(part, m.head, m.hidden, normed.as<u32>(), ld_hidden / T::per,
+        multiply<T>(part, m.head, m.hidden, part.input.units.as<u32>(), ld_hidden / T::per,
                     [&](size_t row, size_t column, const float* values) {
                         if (s.kept[row] >= 0) {
                             const size_t count = std::min<size_t>(PANEL, vocab - column);
@@ -845,7 +940,9 @@ class Engine {
                             const vi id = lane + (i32)(column + v);
                             const vf x = load<vf>(values + v);
                             faults[row] += x * 0.0f;  // columns of padding are 0
-                            const vi better = (x > best[row]) & (id < (i32)vocab);
+                            // Panels come in any order: the first of equal logits is not the one seen first.
+                            const vi before = (x > best[row]) | ((x == best[row]) & (id < where[row]));
+                            const vi better = before & (id < (i32)vocab);
                             best[row] = better ? x : best[row];
                             where[row] = better ? id : where[row];
                         }

@@ -18,28 +18,48 @@ void relax(int spins) {
 #endif
 }
 
-// One stage of a step, in pieces that threads take as they come. It is over when its pieces are, not when all
-// threads have seen it, so a thread that lost its core with no piece in hand keeps nobody waiting. Both words
-// hold the step's number above a count: a thread from an earlier step finds another number and leaves. What a
-// step points to may be read only with a piece in hand, for only then must the step still be going on.
+// One stage of a step, in pieces. Each thread begins with a share of them, from front to back, because it reads
+// memory that goes on where it stopped faster than what takes turns, and for the next stage finds in its cache
+// what it left there. Then it takes what others have left, from the back: one that lost its core keeps nobody
+// waiting but for the piece in its hand. A stage is over when its pieces are, not when all threads have seen it.
+// Every word holds the step's number: a thread from an earlier step finds another one and leaves. What a step
+// points to may be read only with a piece in hand, for only then must the step still be going on.
 class Stage {
   public:
-    void open(u32 step, u32 pieces) {
-        const u64 word = (u64)step << 32 | pieces;
-        pending_.store(word, std::memory_order_relaxed);
-        left_.store(word, std::memory_order_release);
+    static constexpr size_t SHARES = 8;  // several threads have one where there are more
+
+    static size_t shares(size_t pieces, size_t threads) { return std::min({pieces, threads, SHARES}); }
+
+    void open(u32 step, size_t pieces, size_t threads) {
+        const size_t count = shares(pieces, threads);
+        pending_.store((u64)step << 32 | pieces, std::memory_order_relaxed);
+        count_.store((u32)count, std::memory_order_relaxed);
+        for (size_t i = 0; i < count; i++) {
+            const u64 from = pieces * i / count, to = pieces * (i + 1) / count;
+            shares_[i].store(tag(step) | from << BITS | to, std::memory_order_release);
+        }
     }
 
-    // Calls f(pieces left behind this one) for each piece taken; returns false if the step is another one.
-    template <class F> bool run(u32 step, const F& f) {
-        for (u64 word = left_.load(std::memory_order_acquire);;) {
-            if (word >> 32 != step) return false;
-            if ((u32)word == 0) break;
-            if (!left_.compare_exchange_weak(word, word - 1, std::memory_order_acquire)) continue;
-            f((u32)word - 1);
-            pending_.fetch_sub(1, std::memory_order_release);
-            word = left_.load(std::memory_order_acquire);
+    // Calls f(piece, the one that most likely follows or -1) for each piece taken; returns false if the step is
+    // another one.
+    template <class F> bool run(u32 step, size_t thread, size_t threads, const F& f) {
+        u32 done = 0;
+        const size_t count = count_.load(std::memory_order_acquire);
+        for (size_t i = 0; i < count; i++) {
+            const bool own = i == 0;
+            std::atomic<u64>& share = shares_[(thread * count / threads + i) % count];
+            for (u64 word = share.load(std::memory_order_acquire);;) {
+                const i64 from = word >> BITS & END, to = word & END;
+                if (word - word % (1ull << 2 * BITS) != tag(step) || from == to) break;
+                const u64 rest = own ? word + (1ull << BITS) : word - 1;
+                if (!share.compare_exchange_weak(word, rest, std::memory_order_acquire)) continue;
+                const i64 next = own ? from + 1 : to - 2;
+                f((size_t)(own ? from : to - 1), to - from > 1 ? next : -1);
+                done++;
+                word = share.load(std::memory_order_acquire);
+            }
         }
+        if (done) pending_.fetch_sub(done, std::memory_order_release);
         for (int spins = 0;; spins++) {
             const u64 word = pending_.load(std::memory_order_acquire);
             if (word >> 32 != step) return false;
@@ -49,8 +69,15 @@ class Stage {
     }
 
   private:
-    alignas(64) std::atomic<u64> left_{0};
+    static constexpr int BITS = 22;
+    static constexpr u64 END = (1ull << BITS) - 1;
+
+    // A thread that slept through all numbers a tag can have takes a piece of the step that goes on, as others do.
+    static u64 tag(u32 step) { return (u64)step << 2 * BITS; }
+
+    std::atomic<u32> count_{0};
     alignas(64) std::atomic<u64> pending_{0};
+    struct alignas(64) Share : std::atomic<u64> { using std::atomic<u64>::atomic; } shares_[SHARES]{};
 };
 
 // Strips of consecutive tokens, which threads take through the layers, each at its own pace: what a layer of a

@@ -205,6 +205,20 @@ def test_threads_that_take_tokens_through_the_layers_wait_for_what_they_read(
             assert torch.equal(runner.logits(rows), torch.cat(want))
 
 
+def test_a_token_that_decodes_sees_what_another_writes_in_the_same_step(
+    loaded: LoadedModel,
+) -> None:
+    tokens, table = text(21), list(range(1, 7))
+    want = native(loaded, threads=1).logits([Row(0, 0, tokens, table)])
+    writer, reader = Row(0, 19, tokens[19:20], table), Row(1, 20, tokens[20:], [*table[:5], 9])
+    for threads in (1, 2, 3):
+        for rows in ([writer, reader], [reader, writer]):
+            runner = native(loaded, threads=threads)
+            runner.logits([Row(0, 0, tokens[:19], table)])
+            logits = runner.logits(rows)
+            assert torch.equal(logits, torch.stack([want[row.start] for row in rows]))
+
+
 def test_a_thread_that_loses_its_core_at_any_store_spoils_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +229,7 @@ def test_a_thread_that_loses_its_core_at_any_store_spoils_no_step(
     )
     header = (folder / "threads.h").read_text()
     header, places = re.subn(
-        r"(?m)^( +)(?=[^/\n]*(?:words_\[\w+\]|pending_|left_)\.(?:store|fetch_sub)\()",
+        r"(?m)^( +)(?=[^/\n]*(?:words_\[\w+\]|shares_\[\w+\]|pending_)\.(?:store|fetch_sub)\()",
         r"\1dawdle(); ",
         header,
     )
@@ -236,18 +250,22 @@ void dawdle() {
         )
     )
     loaded = load(write_tiny_model(tmp_path / "model", num_hidden_layers=1), "float32")
-    many, few = (
-        Plan(1, [Row(1, 0, text(n, n), list(range(1, 60)), (Draw(1, 0, n, GREEDY, (), ()),))])
-        for n in (80, 30)
+    head = loaded.model.head.weight
+    head[128:256] = head[:128]  # each logit twice, and the first one counts whoever comes to it last
+    drawn = (draw(1, 9),)
+    in_strips, in_columns = (
+        Plan(1, [Row(1, 0, text(n, n), list(range(1, 60)), drawn)]) for n in (80, 40)
     )
-    want = [native(loaded, 64, 16, threads=1).run(plan) for plan in (many, few)]
+    apart = Plan(1, [Row(seq, 0, [seq], [seq], drawn) for seq in range(1, 49)])
+    plans = (in_strips, in_columns, apart, in_strips, apart, apart, in_columns)
+    want = [native(loaded, 64, 16, threads=1).run(plan) for plan in plans]
     monkeypatch.setattr(build, "SOURCE", folder / "step.cpp")
     monkeypatch.setattr(build, "INCLUDED", tuple(folder / file.name for file in build.INCLUDED))
     monkeypatch.setenv("PAGEKEEPER_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("PAGEKEEPER_KERNELS", raising=False)
     runner = native(loaded, 64, 16, threads=2)
-    for _ in range(400):
-        assert [runner.run(plan) for plan in (many, many, few)] == [want[0], want[0], want[1]]
+    for _ in range(200):
+        assert [runner.run(plan) for plan in plans] == want
 
 
 def test_threads_that_come_late_to_a_step_change_nothing(loaded: LoadedModel) -> None:
