@@ -19,7 +19,7 @@ from gateway.choice import Choice, Piece
 from gateway.config import CONFIG
 from gateway.engine import Engine
 from gateway.errors import REQUEST_ID, ApiError, from_refusal
-from gateway.inbox import Inbox
+from gateway.inbox import Inbox, Sink
 from gateway.limits import Ticket
 from gateway.link import SubmitOptions
 from gateway.metrics import METRICS, Metrics
@@ -27,6 +27,7 @@ from gateway.openai import PromptTokensDetails, Usage
 from gateway.served import Model
 from gateway.sse import DONE, PING, PING_S, EventStream
 from wire.errors import Code, Refused
+from wire.generate import Delta
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Generation:
             )
             for index in range(job.choices)
         ]
+        self._ended: dict[int, Piece] = {}  # last pieces of choices that ended while they were pushed
         self._reason = "abort"
 
     def __enter__(self) -> Self:
@@ -123,14 +125,17 @@ class Generation:
         """Every choice has had its finish reason."""
         return self._open == 0
 
-    async def next(self, patience: float) -> list[Piece]:
+    async def next(self, patience: float, sink: Sink | None = None) -> list[Piece]:
         """The next pieces; empty when nothing came within `patience` seconds.
+
+        Args:
+            sink: made by `self.sink`; what it takes is not waited for.
 
         Raises:
             ApiError: the executor refused the request or is gone.
         """
         try:
-            taken = await self._inbox.take(patience)
+            taken = await self._inbox.take(patience, sink)
         except Refused as refused:
             self._reason = "error"
             raise from_refusal(refused.code, refused.message) from None
@@ -139,10 +144,13 @@ class Generation:
         for index, delta in taken:
             choice = self._choices[index]
             if choice.finished:
-                continue
-            piece = choice.feed(delta)
+                if (ended := self._ended.pop(index, None)) is None:
+                    continue
+                piece = ended
+            else:
+                piece = choice.feed(delta)
+                self._observe(index, now)
             pieces.append(piece)
-            self._observe(index, now)
             if piece.finish is not None:
                 self._open -= 1
                 self._reason = piece.finish
@@ -151,6 +159,26 @@ class Generation:
         if self._open:
             self._reason = "abort"
         return pieces
+
+    def sink(self, events: EventStream, render: Callable[[Piece], bytes]) -> Sink:
+        """Writes what `next` would bring as it comes. Whatever is not a plain piece is left to `next`: the
+        end of a choice, a client that left or reads slowly."""
+
+        def sink(index: int, delta: Delta) -> bool:
+            if delta.finish or not events.ready():
+                return False
+            choice = self._choices[index]
+            if choice.finished:
+                return True
+            piece = choice.feed(delta)
+            self._observe(index, time.monotonic())
+            if piece.finish is not None:
+                self._ended[index] = piece  # at a stop string
+                return False
+            events.push(render(piece))
+            return True
+
+        return sink
 
     def usage(self) -> Usage:
         """Prompt tokens are counted once per prompt, whatever the number of choices."""
@@ -187,7 +215,8 @@ async def stream(
     """Answer with a stream of events.
 
     Nothing is sent before the executor has answered, so that its refusals have an HTTP status. After
-    the first byte a failure is an error event.
+    the first byte a failure is an error event. Pieces after the first are written where they arrive;
+    this coroutine sleeps until there is something else to do.
 
     Args:
         render: one piece as an event.
@@ -196,10 +225,11 @@ async def stream(
     pieces = await generation.next(PING_S)
     events = EventStream(request, request.app[CONFIG].write_timeout)
     response = await events.open()
+    sink = generation.sink(events, render)
     try:
         while not generation.finished:
             await events.send(b"".join(map(render, pieces)) or PING)
-            pieces = await generation.next(PING_S)
+            pieces = await generation.next(PING_S, sink)
         closing = [*map(render, pieces), last(generation.usage()) if last else b"", DONE]
         await events.send(b"".join(closing))
     except ApiError as error:

@@ -12,7 +12,7 @@ import socket
 import struct
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from gateway.errors import ApiError, error_body
 
@@ -68,6 +68,7 @@ class EventStream:
     def __init__(self, request: web.Request, write_timeout: float) -> None:
         self._request = request
         self._write_timeout = write_timeout
+        self._chunked = False
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream",
@@ -87,6 +88,7 @@ class EventStream:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
         self._transport.set_write_buffer_limits(high=_UNBOUNDED)
         await self._response.prepare(self._request)
+        self._chunked = self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
         return self._response
 
     async def send(self, events: bytes) -> None:
@@ -99,6 +101,21 @@ class EventStream:
         await self._response.write(events)
         if self._transport.get_write_buffer_size() > HIGH_WATER:
             await self._drained()
+
+    def ready(self) -> bool:
+        """Whether `push` may be called: the client is there and reads."""
+        transport = self._transport
+        return not transport.is_closing() and transport.get_write_buffer_size() <= HIGH_WATER
+
+    def push(self, events: bytes) -> None:
+        """Write whole events at once, between two calls of `send`, without a coroutine.
+
+        What aiohttp would do for them, which only frames: a chunk to HTTP/1.1, plain bytes to HTTP/1.0,
+        as the headers it sent say. It keeps nothing of a response's body but a count for access logs.
+        """
+        if self._chunked:
+            events = b"%x\r\n%b\r\n" % (len(events), events)
+        self._transport.write(events)
 
     async def fail(self, error: ApiError) -> None:
         """End the stream with an error event."""
