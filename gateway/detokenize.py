@@ -5,11 +5,14 @@ A character may be spread over several tokens, and a decoder may treat the first
 a short window and waits while the text ends in U+FFFD. Around it: the prompt's last tokens as context, so
 that the output reads on from the prompt; a flush at the end; and a bound on how long undecodable bytes
 are waited for.
+
+Where a decoder does no more than join the bytes of tokens (byte-level BPE: most models), a token that is
+whole characters, after whole characters, has a text of its own, which is looked up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -28,12 +31,21 @@ class Detokenizer:
     Args:
         tokenizer: shared and not changed.
         prompt: token ids the output continues; only the last few are read.
+        whole: texts of tokens that are the same after every whole character; "" for all others. None: no
+            token is known to have such a text.
     """
 
-    __slots__ = ("_context", "_pending", "_stream", "_tokenizer")
+    __slots__ = ("_behind", "_context", "_pending", "_stream", "_tokenizer", "_whole")
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        whole: Mapping[int, str] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._whole = whole
+        self._behind = False  # tokens were looked up since the window was last used
         self._pending: list[int] = []  # fed since the last text
         self._context: list[int]
         self._stream: DecodeStream
@@ -44,6 +56,12 @@ class Detokenizer:
         return "".join(self.feed_one(token) for token in tokens)
 
     def feed_one(self, token: int) -> str:
+        if self._whole is not None and not self._pending:
+            if text_of_its_own := self._whole[token]:
+                self._behind = True
+                return text_of_its_own
+            if self._behind:
+                self._restart([])  # such a decoder needs no context
         self._pending.append(token)
         try:
             text: str | None = self._stream.step(self._tokenizer, token)
@@ -78,6 +96,7 @@ class Detokenizer:
     def _restart(self, context: list[int]) -> None:
         self._context = context  # what the window holds before the pending ones
         self._pending = []
+        self._behind = False
         self._stream = DecodeStream(ids=context, skip_special_tokens=True)
 
     def _resume(self) -> str:

@@ -89,7 +89,9 @@ class Generation:
             )
             for index in range(job.choices)
         ]
-        self._ended: dict[int, Piece] = {}  # last pieces of choices that ended while they were pushed
+        self._ended: dict[
+            int, Piece
+        ] = {}  # last pieces of choices that ended while they were pushed
         self._reason = "abort"
 
     def __enter__(self) -> Self:

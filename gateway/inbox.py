@@ -8,9 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from wire.errors import Refused
 from wire.generate import Delta
-
 
 # Takes a delta of a choice at once, or returns False to have it waited for; it must not block.
 Sink = Callable[[int, Delta], bool]

@@ -66,6 +66,7 @@ class Metrics(Collector):
 
     Attributes:
         model: the value of the label `model_name`; set it when the model's name is known.
+        on_token_gap: to be called with the time between two tokens of one choice.
     """
 
     def __init__(self, model: str = "") -> None:
@@ -77,6 +78,7 @@ class Metrics(Collector):
         self._errors: Counter[str] = Counter()
         self._first_token = _Histogram(_FIRST)
         self._gap = _Histogram(_GAPS)
+        self.on_token_gap = self._gap.observe  # for every token: no call more than needed
         self._per_token = _Histogram(_GAPS)
         self._e2e = _Histogram(_LONG)
         self._queue = _Histogram(_LONG)
@@ -99,10 +101,6 @@ class Metrics(Collector):
     def on_first_token(self, seconds: float) -> None:
         """The first token left, this long after the request arrived."""
         self._first_token.observe(seconds)
-
-    def on_token_gap(self, seconds: float) -> None:
-        """Time between two tokens of one choice."""
-        self._gap.observe(seconds)
 
     def on_finish(
         self,

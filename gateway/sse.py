@@ -32,6 +32,9 @@ _POLL_S = 0.02
 _LINE_ENDS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
+_encode = msgspec.json.Encoder().encode
+
+
 def event(data: bytes) -> bytes:
     """One event that holds `data`, a single line."""
     return b"data: " + data + b"\n\n"
@@ -39,7 +42,7 @@ def event(data: bytes) -> bytes:
 
 def json_text(text: str) -> bytes:
     """`text` as a JSON string in one line, whatever a reader takes for a line end."""
-    encoded = msgspec.json.encode(text)
+    encoded = _encode(text)
     if text.isascii():
         return encoded
     return encoded.decode().translate(_LINE_ENDS).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,6 +37,20 @@ def _decoder_kinds(spec: Any) -> set[str]:
     return {str(spec.get("type"))}.union(*map(_decoder_kinds, inner))
 
 
+class _Texts(dict[int, str]):
+    """Texts of tokens, computed when first asked for. At most one for each token of the vocabulary."""
+
+    def __init__(self, text: Callable[[int], str | None]) -> None:
+        super().__init__()
+        self._text = text
+
+    def __missing__(self, token: int) -> str:
+        if (text := self._text(token)) is None:
+            return ""  # unknown ids are not kept: there are too many
+        self[token] = text
+        return text
+
+
 class Vocabulary:
     """A tokenizer and what the gateway asks of it.
 
@@ -65,7 +79,9 @@ class Vocabulary:
         self._added: dict[int, str] = {
             id: token.content for id, token in self.tokenizer.get_added_tokens_decoder().items()
         }
-        self._alphabet = _byte_alphabet() if "ByteLevel" in _decoder_kinds(spec["decoder"]) else {}
+        kinds = _decoder_kinds(spec["decoder"])
+        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else {}
+        self._whole = _Texts(self._whole_text) if kinds == {"ByteLevel"} else None
         # One thread: encoding is bounded to one core, and the loop keeps the other.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
@@ -92,7 +108,22 @@ class Vocabulary:
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         """For one choice that continues `prompt`."""
-        return Detokenizer(self.tokenizer, prompt)
+        return Detokenizer(self.tokenizer, prompt, self._whole)
+
+    def _whole_text(self, token: int) -> str | None:
+        """See `Detokenizer`; None for an id that is not in the tokenizer."""
+        if token in self._added:
+            return ""
+        piece: str | None = self.tokenizer.id_to_token(token)
+        if piece is None:
+            return None
+        try:
+            text = bytes(map(self._alphabet.__getitem__, piece)).decode()
+        except (KeyError, UnicodeDecodeError):
+            return ""
+        return (
+            "" if "\ufffd" in text else text
+        )  # which the window takes for an unfinished character
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for; empty for an id that is not in the tokenizer."""
