@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gateway.detokenize import Detokenizer
 from gateway.vocabulary import OFF_LOOP_CHARS, BadTokenizer, Vocabulary
 from tests.fake_executor import byte_level_tokenizer
 from tests.gateway.test_detokenize import sentencepiece
@@ -18,6 +21,43 @@ def test_bytes_of_byte_level_tokens_join_to_the_text() -> None:
     vocabulary = Vocabulary(tokenizer.to_str().encode())
     ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
     assert b"".join(map(vocabulary.token_bytes, ids)).decode() == TEXT
+
+
+BYTE_LEVEL = byte_level_tokenizer()
+BYTE_LEVEL.add_tokens(["added", "éé"])
+VOCABULARY = Vocabulary(BYTE_LEVEL.to_str().encode())
+BYTES = [VOCABULARY.token_bytes(id) for id in range(BYTE_LEVEL.get_vocab_size())]
+ONE = {data: id for id, data in enumerate(BYTES) if len(data) == 1}
+
+
+@given(
+    prompt=st.lists(st.integers(0, 410), max_size=8),
+    parts=st.lists(
+        st.one_of(
+            st.lists(st.integers(0, 410), max_size=4),
+            # Characters of several tokens, whole and broken, and U+FFFD itself.
+            st.text("a🙂é\ufffd", max_size=3).map(
+                lambda text: [ONE[bytes([b])] for b in text.encode()]
+            ),
+            st.binary(max_size=3).map(lambda data: [ONE[bytes([b])] for b in data]),
+        ),
+        max_size=12,
+    ),
+)
+def test_texts_looked_up_are_the_ones_the_window_decodes(
+    prompt: list[int], parts: list[list[int]]
+) -> None:
+    plain, quick = Detokenizer(BYTE_LEVEL, prompt), VOCABULARY.detokenizer(prompt)
+    for token in [token for part in parts for token in part]:
+        assert quick.feed_one(token) == plain.feed_one(token)
+    assert quick.flush() == plain.flush()
+
+
+def test_tokens_of_a_vocabulary_whose_decoder_looks_around_are_not_looked_up() -> None:
+    vocabulary = Vocabulary(sentencepiece().to_str().encode())
+    hello = sentencepiece().get_vocab()["▁Hello"]
+    first = vocabulary.detokenizer([])
+    assert [first.feed_one(hello), first.feed_one(hello)] == ["Hello", " Hello"]
 
 
 def test_every_byte_is_some_token_of_a_byte_level_vocabulary() -> None:
