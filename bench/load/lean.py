@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 from urllib.parse import urlsplit
 
 from bench.load.client import Client, Request, ServerProblem
@@ -39,10 +40,9 @@ class Stream(asyncio.Protocol):
         self._done = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its type
         self.record.sent = self._clock()
-        transport.write(self._head)
+        self._transport.write(self._head)
 
     def data_received(self, data: bytes) -> None:
         now = self._clock()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import uvloop
 
 from bench.load import lean
 from bench.load.client import Client, Request, ServerProblem
@@ -23,7 +24,7 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
             async with asyncio.timeout(60):
                 await test(*args, **kwargs)
 
-        asyncio.run(bounded())
+        uvloop.run(bounded())  # as the benches that use it
 
     return run
 
