@@ -1,10 +1,10 @@
 """How near a running server's decode steps come to what this machine allows: its bandwidth and peak rate.
 
 In every round memory bandwidth and the peak rate of products are probed on all threads, then the server
-decodes N streams at once, read by a client that takes next to nothing of the same CPUs, and if wished the same
-step runs alone in this process. The least time of a step is that of its products, or of reading the weights if
-that takes longer, and that of reading K and V (Williams et al., CACM 2009, one roof after the other). The server
-must hold its weights as bfloat16.
+decodes N streams at once, read by a client that takes next to nothing of the same CPUs, and if wished the
+same step runs alone in this process. The least time of a step is that of its products, or of reading the
+weights if that takes longer, and that of reading K and V (Williams et al., CACM 2009, one roof after the
+other). The server must hold its weights as bfloat16.
 
     pagekeeper up --weights plain
     python -m bench.roofline [--url http://127.0.0.1:8000] [--streams 1,8,16,64] [--rounds 3] [--alone]
