@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import signal
 import sys
@@ -72,6 +73,7 @@ async def _serve(app: web.Application, config: GatewayConfig) -> int:
         note = config.run_dir / "gateway.json"
         with announced(note, url=url, needs_key=len(app[KEYS]) > 0):
             log.info("listening on %s", url)
+            gc.freeze()  # what is loaded stays: collections that look at it again would hold up tokens
             await stop.wait()
             await _drain(app, config.drain_seconds, hurry)
             runner.stop_listening()

@@ -166,14 +166,20 @@ class Generation:
         """Writes what `next` would bring as it comes. Whatever is not a plain piece is left to `next`: the
         end of a choice, a client that left or reads slowly."""
 
+        choices, last, monotonic = self._choices, self._last, time.monotonic
+        on_token_gap = self._metrics.on_token_gap
+
         def sink(index: int, delta: Delta) -> bool:
             if delta.finish or not events.ready():
                 return False
-            choice = self._choices[index]
+            choice = choices[index]
             if choice.finished:
                 return True
             piece = choice.feed(delta)
-            self._observe(index, time.monotonic())
+            now = monotonic()
+            if earlier := last[index]:
+                on_token_gap(now - earlier)
+            last[index] = now
             if piece.finish is not None:
                 self._ended[index] = piece  # at a stop string
                 return False

@@ -124,9 +124,9 @@ def test_tokens_that_come_one_by_one_wake_nobody_and_all_arrive_in_order(
 
     events = run(test())
     assert [_text(events, index) for index in range(n)] == [TEXT] * n
-    assert len(events) == n * len(FOX)
-    assert pushed.calls >= n * (len(FOX) - 3)
-    assert woken.calls <= 3 * n
+    # What comes while the first events are sent is waited for, and merged.
+    assert n * len(FOX) // 2 < pushed.calls <= len(events) <= n * len(FOX)
+    assert woken.calls < len(FOX)
 
 
 def test_pushed_and_waited_for_pieces_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_pushed_and_waited_for_pieces_keep_their_order(monkeypatch: pytest.Monke
     events = run(test())
     assert (_text(events, 0), _text(events, 1)) == (TEXT, TEXT)
     assert events[-1]["usage"]["completion_tokens"] == 2 * len(FOX)
-    assert 0 < pushed.calls < 2 * len(FOX) - 4
+    assert 0 < pushed.calls < len(FOX)
 
 
 def test_an_end_in_the_same_message_as_other_tokens_comes_after_them() -> None:
@@ -265,7 +265,7 @@ def test_http_1_1_gets_well_formed_chunks_and_http_1_0_plain_bytes(
     assert _text(_events(_unchunked(new.body))) == TEXT
     assert "transfer-encoding" not in old.headers
     assert _text(_events(old.body)) == TEXT
-    assert pushed.calls > len(FOX)
+    assert pushed.calls > len(FOX) // 2
 
 
 def test_a_connection_serves_another_request_after_a_stream() -> None:
@@ -297,6 +297,7 @@ def test_a_client_that_stops_reading_is_waited_for_and_then_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sse, "_SOCKET_BUFFER", 4096)  # so that less text does
+    monkeypatch.setattr(sse, "HIGH_WATER", 2048)
     most, push = 0, EventStream.push
 
     def watched(self: EventStream, events: bytes) -> None:
