@@ -36,8 +36,10 @@ def build(
             tokens.append(UNKNOWN)
         if end == len(seq.tokens) + seq.pending:
             # The first tokens of all choices are drawn from the lead's row; then each has its own.
-            drawing = (seq,) if group.together else group.live
-            draws = tuple([_draw(member, group) for member in drawing])
+            if group.together:
+                draws = (_draw(seq, group),)
+            else:
+                draws = tuple([_draw(member, group) for member in group.live])
         rows.append(Row(seq_id, start, tokens, seq.blocks, draws))
     return rows
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import struct
 from bisect import insort
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 from executor import preempt, tables
 from executor.accept import Bounds, accept, blocks_needed
@@ -243,15 +244,14 @@ class Scheduler:
         """Rows and appends of running groups; returns the token budget that is left."""
         size = self.bounds.block_size
         commits, appends = proposal.wants.commits, proposal.wants.appends
-        groups: list[list[Sequence]] = []
-        wants: list[list[int]] = []
+        rows, growing = proposal.rows, proposal.growing
+        ends: list[int] = []  # of each group with rows: how many there are up to its last one
         total = committed = 0
         for group in self.running:
             if not group.together:
                 self._propose_forks(group, proposal)
             limit = group.limit
-            members: list[Sequence] = []
-            counts: list[int] = []
+            before = len(rows)
             for seq in group.live if group.together else group.live[:1]:
                 if seq.written // size > seq.committed // size and committed < COMMIT_BYTES:
                     commit = seq.commit(size)
@@ -266,28 +266,34 @@ class Scheduler:
                     ready = len(seq.tokens) if group.together else len(group.prompt)
                     want = ready - seq.computed
                 if want > 0:
-                    members.append(seq)
-                    counts.append(want)
+                    rows.append((seq, seq.id, want))
                     total += want
-            if members:
-                groups.append(members)
-                wants.append(counts)
+            if len(rows) > before:
+                ends.append(len(rows))
         left = self.step_tokens - total
         if left < 0:
-            # Steps may have become slow, but a stream that flows is not stopped for it.
-            flowing = sum(len(counts) for counts in wants if max(counts) == 1)
-            wants = share(wants, max(self.step_tokens, min(flowing, self.bounds.step_tokens)))
+            rows = proposal.rows = self._shared(rows, ends)
             left = 0
-        rows, growing = proposal.rows, proposal.growing
-        for members, counts in zip(groups, wants, strict=True):
-            for seq, count in zip(members, counts, strict=True):
-                if count:
-                    rows.append((seq, seq.id, count))
-                    upto = seq.computed + count
-                    if upto > seq.room:
-                        appends.append(Append(seq.id, upto))
-                        growing.append((seq, seq.id))
+        for seq, seq_id, count in rows:
+            upto = seq.computed + count
+            if upto > seq.room:
+                appends.append(Append(seq_id, upto))
+                growing.append((seq, seq_id))
         return left
+
+    def _shared(
+        self, rows: list[tuple[Sequence, int, int]], ends: list[int]
+    ) -> list[tuple[Sequence, int, int]]:
+        """Rows that want more tokens than a step may have, cut down to it; `ends`: where each group's end."""
+        counts = [count for _, _, count in rows]
+        wants = [counts[start:end] for start, end in pairwise([0, *ends])]
+        # Steps may have become slow, but a stream that flows is not stopped for it.
+        flowing = sum(len(group) for group in wants if max(group) == 1)
+        budget = max(self.step_tokens, min(flowing, self.bounds.step_tokens))
+        given = chain.from_iterable(share(wants, budget))
+        return [
+            (seq, name, count) for (seq, name, _), count in zip(rows, given, strict=True) if count
+        ]
 
     def _propose_forks(self, group: Group, proposal: Proposal) -> None:
         """Once the lead's prompt is computed, the others begin where it ends, on the same blocks."""
