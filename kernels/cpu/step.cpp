@@ -485,7 +485,7 @@ class Engine {
         own.prepared = stage;
         const size_t index = (stage - BEFORE) / PER_LAYER;
         const bool first = kind(stage) == QKV && index == 0;
-        if (first || kind(stage) == OUTPUT) {
+        if (first || kind(stage) == GATE) {  // no sooner, or the cache has lost it by then
             const size_t all = blocks_read.size();
             fetch_later<T>(own, first ? 0 : index + 1, all * t / m.threads, all * (t + 1) / m.threads);
         }
@@ -629,10 +629,11 @@ class Engine {
                 tiles_of(rows, [&](size_t first, int count) {
                     const size_t row = base + first;
                     const size_t begin = fetches ? k * first / rows : 0, end = fetches ? k * (first + count) / rows : 0;
-                    const Lines later = fetches && part.later.more() ? part.later.take(k - (end - begin)) : Lines{};
+                    const size_t left = fetches ? k - (end - begin) : 0;
+                    const Lines a = part.later.take(left), b = part.later.take(left - a.count);
                     with_rows(count, [&](auto R) {
                         product<T, R.value>(w, x + row * ldx, ldx, k, out, next + begin * PANEL, end - begin,
-                                             later);
+                                             {a, b});
                     });
                     for (int r = 0; r < count; r++) store_tile(row + r, panel * PANEL, out + r * PANEL);
                 });

@@ -181,13 +181,13 @@ class Later {
     }
     // At most so many of the next lines.
     Lines take(size_t most) {
+        if (!left_) return {};
         const size_t within = at_ % lines_;
         const size_t count = std::min({most, left_, lines_ - within});
         const u32* from = layer_ + (blocks_[at_ / lines_] * lines_ + within) * LINE;
         at_ += count, left_ -= count;
         return {from, count};
     }
-    bool more() const { return left_; }
 
   private:
     static constexpr size_t MOST = (8u << 20) / 64;  // of them may be gone again before they are read

@@ -177,12 +177,15 @@ struct Lines {
 // take is fetched on the way, and then `later`, at most n - fetched lines.
 template <class T, int R>
 void product(const u32* w, const u32* x, size_t ldx, size_t n, float* out, const u32* next, size_t fetched,
-             Lines later) {
+             const Lines (&later)[2]) {
     constexpr int LINES = (PANEL + LINE - 1) / LINE;
     vf acc[R][VECTORS] = {};
     accumulate<T, LINES>(acc, w, PANEL, x, ldx, fetched, next, PANEL);
-    accumulate<T, 1>(acc, w + fetched * PANEL, PANEL, x + fetched, ldx, later.count, later.from, LINE);
-    const size_t done = fetched + later.count;
+    size_t done = fetched;
+    for (const Lines& lines : later) {
+        accumulate<T, 1>(acc, w + done * PANEL, PANEL, x + done, ldx, lines.count, lines.from, LINE);
+        done += lines.count;
+    }
     accumulate<T, 0>(acc, w + done * PANEL, PANEL, x + done, ldx, n - done, nullptr, 0);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
