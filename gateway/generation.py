@@ -89,9 +89,8 @@ class Generation:
             )
             for index in range(job.choices)
         ]
-        self._ended: dict[
-            int, Piece
-        ] = {}  # last pieces of choices that ended while they were pushed
+        # Last pieces of choices that ended at a stop string while they were pushed.
+        self._ended: dict[int, Piece] = {}
         self._reason = "abort"
 
     def __enter__(self) -> Self:
@@ -165,7 +164,6 @@ class Generation:
     def sink(self, events: EventStream, render: Callable[[Piece], bytes]) -> Sink:
         """Writes what `next` would bring as it comes. Whatever is not a plain piece is left to `next`: the
         end of a choice, a client that left or reads slowly."""
-
         choices, last, monotonic = self._choices, self._last, time.monotonic
         on_token_gap = self._metrics.on_token_gap
 

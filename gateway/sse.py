@@ -30,8 +30,6 @@ _POLL_S = 0.02
 
 # Line ends to some clients' `splitlines`, though not to the standard's.
 _LINE_ENDS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-
-
 _encode = msgspec.json.Encoder().encode
 
 

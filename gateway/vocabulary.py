@@ -121,9 +121,8 @@ class Vocabulary:
             text = bytes(map(self._alphabet.__getitem__, piece)).decode()
         except (KeyError, UnicodeDecodeError):
             return ""
-        return (
-            "" if "\ufffd" in text else text
-        )  # which the window takes for an unfinished character
+        # The window takes U+FFFD for an unfinished character.
+        return "" if "\ufffd" in text else text
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for; empty for an id that is not in the tokenizer."""

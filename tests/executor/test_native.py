@@ -251,7 +251,7 @@ void dawdle() {
     )
     loaded = load(write_tiny_model(tmp_path / "model", num_hidden_layers=1), "float32")
     head = loaded.model.head.weight
-    head[128:256] = head[:128]  # each logit twice, and the first one counts whoever comes to it last
+    head[128:256] = head[:128]  # each logit twice: the first one counts, whoever comes last
     drawn = (draw(1, 9),)
     in_strips, in_columns = (
         Plan(1, [Row(1, 0, text(n, n), list(range(1, 60)), drawn)]) for n in (80, 40)
