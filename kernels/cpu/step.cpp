@@ -370,9 +370,10 @@ class Engine {
             next = count * (t * shares / m.threads) / shares;
         }
         const Product product = product_of(stage);
-        if (product.linear->form != UNITS) return nullptr;
-        return reinterpret_cast<const u32*>(product.linear->weight) +
-               panels_of(stage, next).from * PANEL * (product.inner / T::per);
+        const i64 form = product.linear->form;
+        if (form == NIBBLES || form == BYTES) return nullptr;  // which are fetched as they are unpacked
+        const size_t k = form == W8A8 ? padded_inputs(product.inner, W8A8) / 4 : product.inner / T::per;
+        return reinterpret_cast<const u32*>(product.linear->weight) + panels_of(stage, next).from * PANEL * k;
     }
 
     const Layer* layer_of(size_t stage) const {
