@@ -618,7 +618,6 @@ class Engine {
     void multiply_units(const Part& part, const Linear& linear, size_t k, const u32* x, size_t ldx,
                         const Store& store_tile) {
         const u32* weight = reinterpret_cast<const u32*>(linear.weight);
-        constexpr size_t FEW = 4;  // rows that the hardware fetches weights for as fast as memory can
         constexpr size_t SOME = 240;  // rows whose input stays in the cache beside a panel of weights
         alignas(64) float out[ROWS * PANEL];
         for (size_t base = part.rows.from; base < part.rows.to; base += SOME) {
@@ -626,7 +625,7 @@ class Engine {
             for (size_t panel = part.panels.from; panel < part.panels.to; panel++) {
                 const u32* w = weight + panel * PANEL * k;
                 const u32* next = panel + 1 < part.panels.to ? w + PANEL * k : part.behind;
-                const bool fetches = next && rows > FEW;  // each tile of rows its share
+                const bool fetches = next && rows > STREAMED;  // each tile of rows its share
                 tiles_of(rows, [&](size_t first, int count) {
                     const size_t row = base + first;
                     const size_t begin = fetches ? k * first / rows : 0, end = fetches ? k * (first + count) / rows : 0;
@@ -840,21 +839,23 @@ class Engine {
         for (int first = 0; first < blocks * each; first += 2) {
             const u32* vectors[2];
             float* to[2];
-            std::ptrdiff_t ahead[2];
+            std::ptrdiff_t ahead[2], soon[2];
             for (int i = 0; i < 2; i++) {
                 const int at = std::min(first + i, blocks * each - 1), b = at / each, key = at % each * W;
                 // Blocks lie anywhere, so the hardware cannot see the next one coming. V follows.
-                const int next = b + AHEAD;
-                const u32* tile = next < blocks ? keys[next] : values[std::min(next - blocks, blocks - 1)];
+                const auto behind = [&](int count) {
+                    const int next = b + count;
+                    return (next < blocks ? keys[next] : values[std::min(next - blocks, blocks - 1)]) - keys[b];
+                };
                 vectors[i] = keys[b] + key;
-                ahead[i] = tile - keys[b];
+                ahead[i] = behind(AHEAD), soon[i] = behind(SOON);
                 to[i] = scores + b * size + key;
             }
             // A vector may reach past its block: what the next one writes comes later.
             tiles_of(rows, [&](size_t row, int count) {
                 float* const here[2] = {to[0] + row * stride, to[1] + row * stride};
                 with_rows(count, [&](auto R) {
-                    score<T, R.value>(vectors, size, q + row * units, units, here, stride, ahead);
+                    score<T, R.value>(vectors, size, q + row * units, units, here, stride, ahead, soon);
                 });
             });
         }

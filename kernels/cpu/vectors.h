@@ -49,7 +49,10 @@ constexpr int VECTORS = 2;
 constexpr int PANEL = VECTORS * W;
 constexpr int MOST_HEAD = 256;
 constexpr int LINE = 16;  // units of a cache line
-constexpr int AHEAD = 3;  // blocks of K and V fetched before they are needed
+// What is fetched while memory is busy may not come, so everything is fetched once more when it is needed soon.
+constexpr int AHEAD = 4, SOON = 2;  // blocks of K and V fetched before they are needed
+constexpr size_t SOON_INPUTS = 48;  // units of input whose weights are fetched before they are needed
+constexpr int STREAMED = 4;  // rows that the hardware fetches weights for as fast as memory can
 constexpr int FETCHED = 2048;  // bytes of quantised weights fetched before they are needed
 
 typedef float vf __attribute__((vector_size(W * 4)));
@@ -141,14 +144,18 @@ struct F32 {
     }
 };
 
+template <int N> struct Number {
+    static constexpr int value = N;
+};
+
 // Into the second level of cache: far fewer lines can be on their way into the first.
 INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // acc[r][v] += w[i][v] . x[r][i] for i below n. Of `next`, what is read later, LINES lines are fetched with each i,
-// `apart` units apart.
-template <class T, int LINES, int R, int NV>
+// `apart` units apart, and of `soon`, which lies as `w` does, AGAIN lines.
+template <class T, int LINES, int AGAIN, int R, int NV>
 INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x, size_t ldx, size_t n,
-                       const u32* next, size_t apart) {
+                       const u32* next, size_t apart, const u32* soon) {
     constexpr int EACH = 4, PARTS = (R + EACH - 1) / EACH;  // rows reached from one address by registers' multiples
     const u32* from[PARTS];
 #pragma GCC unroll 3
@@ -158,6 +165,9 @@ INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x
         if (next)
 #pragma GCC unroll 4
             for (int line = 0; line < LINES; line++) fetch(next + i * apart + line * LINE);
+        if (soon)
+#pragma GCC unroll 4
+            for (int line = 0; line < AGAIN; line++) fetch(soon + i * step + line * LINE);
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) part[v] = load<vu>(w + v * W);
 #pragma GCC unroll 12
@@ -179,14 +189,18 @@ template <class T, int R>
 void product(const u32* w, const u32* x, size_t ldx, size_t n, float* out, const u32* next, size_t fetched,
              const Lines (&later)[2]) {
     constexpr int LINES = (PANEL + LINE - 1) / LINE;
+    constexpr int AGAIN = R > STREAMED ? LINES : 0;
     vf acc[R][VECTORS] = {};
-    accumulate<T, LINES>(acc, w, PANEL, x, ldx, fetched, next, PANEL);
-    size_t done = fetched;
-    for (const Lines& lines : later) {
-        accumulate<T, 1>(acc, w + done * PANEL, PANEL, x + done, ldx, lines.count, lines.from, LINE);
-        done += lines.count;
-    }
-    accumulate<T, 0>(acc, w + done * PANEL, PANEL, x + done, ldx, n - done, nullptr, 0);
+    size_t done = 0;
+    const auto run = [&](auto lines, size_t count, const u32* from, size_t apart) {
+        const u32* here = w + done * PANEL;
+        accumulate<T, lines.value, AGAIN>(acc, here, PANEL, x + done, ldx, count, from, apart,
+                                          here + SOON_INPUTS * PANEL);
+        done += count;
+    };
+    run(Number<LINES>{}, fetched, next, PANEL);
+    for (const Lines& lines : later) run(Number<1>{}, lines.count, lines.from, LINE);
+    run(Number<0>{}, n - done, nullptr, 0);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -196,12 +210,14 @@ void product(const u32* w, const u32* x, size_t ldx, size_t n, float* out, const
 // Scores of the keys of two vectors of K at once: out[i][r] = sum over d of keys[i][d] . q[r][d].
 template <class T, int R>
 void score(const u32* const (&keys)[2], size_t step, const u32* q, size_t n, float* const (&out)[2], size_t ldo,
-           const std::ptrdiff_t (&ahead)[2]) {
+           const std::ptrdiff_t (&ahead)[2], const std::ptrdiff_t (&soon)[2]) {
     vf acc[R][2] = {};
     for (size_t d = 0; d < n; d++) {
         const u32 *a = keys[0] + d * step, *b = keys[1] + d * step;
         fetch(a + ahead[0]);
         fetch(b + ahead[1]);
+        fetch(a + soon[0]);
+        fetch(b + soon[1]);
         const vu part[2] = {load<vu>(a), load<vu>(b)};
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -233,8 +249,9 @@ void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, 
         int from = values.from - block * size, to = values.to - block * size;
         from = from < 0 ? 0 : from;
         to = to > size ? size : to;
-        const bool more = (block + AHEAD) * size < values.to;
-        const u32* next = more ? values.tiles[block + AHEAD] + dim : nullptr;
+        const auto behind = [&](int blocks) {
+            return (block + blocks) * size < values.to ? values.tiles[block + blocks] + dim : nullptr;
+        };
         const auto single = [&](int unit, u32 mask) {  // one key of a pair whose other one does not count
             for (int v = 0; v < NV; v++) {
                 const vu kept = load<vu>(tile + (size_t)unit * head + v * W) & mask;
@@ -243,8 +260,8 @@ void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, 
         };
         if (T::per == 2 && from % 2) single(from++ / 2, 0xffff0000u);
         constexpr int LINES = (NV * W + LINE - 1) / LINE;
-        accumulate<T, LINES>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
-                             to / T::per - from / T::per, next, head);
+        accumulate<T, LINES, LINES>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
+                                    to / T::per - from / T::per, behind(AHEAD), head, behind(SOON));
         if (T::per == 2 && to % 2) single(to / 2, 0x0000ffffu);
     }
 #pragma GCC unroll 12
@@ -252,10 +269,6 @@ void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, 
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) store(out + r * ldo + v * W, acc[r][v]);
 }
-
-template <int N> struct Number {
-    static constexpr int value = N;
-};
 
 // Calls f with `n`, 1 to MOST, as a constant.
 template <int MOST, class F> INLINE void with_number(int n, const F& f) {
