@@ -486,7 +486,7 @@ class Engine {
         own.prepared = stage;
         const size_t index = (stage - BEFORE) / PER_LAYER;
         const bool first = kind(stage) == QKV && index == 0;
-        if (first || kind(stage) == GATE) {  // no sooner, or the cache has lost it by then
+        if (first || kind(stage) == OUTPUT) {
             const size_t all = blocks_read.size();
             fetch_later<T>(own, first ? 0 : index + 1, all * t / m.threads, all * (t + 1) / m.threads);
         }
@@ -619,6 +619,7 @@ class Engine {
                         const Store& store_tile) {
         const u32* weight = reinterpret_cast<const u32*>(linear.weight);
         constexpr size_t SOME = 240;  // rows whose input stays in the cache beside a panel of weights
+        const size_t lines = k * PANEL / LINE;
         alignas(64) float out[ROWS * PANEL];
         for (size_t base = part.rows.from; base < part.rows.to; base += SOME) {
             const size_t rows = std::min(SOME, part.rows.to - base);
@@ -628,12 +629,10 @@ class Engine {
                 const bool fetches = next && rows > STREAMED;  // each tile of rows its share
                 tiles_of(rows, [&](size_t first, int count) {
                     const size_t row = base + first;
-                    const size_t begin = fetches ? k * first / rows : 0, end = fetches ? k * (first + count) / rows : 0;
-                    const size_t left = fetches ? k - (end - begin) : 0;
-                    const Lines a = part.later.take(left), b = part.later.take(left - a.count);
+                    const size_t begin = lines * first / rows, end = lines * (first + count) / rows;
+                    const Lines share = fetches ? Lines{next + begin * LINE, end - begin} : Lines{};
                     with_rows(count, [&](auto R) {
-                        product<T, R.value>(w, x + row * ldx, ldx, k, out, next + begin * PANEL, end - begin,
-                                             {a, b});
+                        product<T, R.value>(w, x + row * ldx, ldx, k, out, share, part.later);
                     });
                     for (int r = 0; r < count; r++) store_tile(row + r, panel * PANEL, out + r * PANEL);
                 });

@@ -52,6 +52,7 @@ constexpr int LINE = 16;  // units of a cache line
 // What is fetched while memory is busy may not come, so everything is fetched once more when it is needed soon.
 constexpr int AHEAD = 4, SOON = 2;  // blocks of K and V fetched before they are needed
 constexpr size_t SOON_INPUTS = 48;  // units of input whose weights are fetched before they are needed
+constexpr size_t PACE = 11;  // products of vectors in which two cores' memory brings each of them a line
 constexpr int STREAMED = 4;  // rows that the hardware fetches weights for as fast as memory can
 constexpr int FETCHED = 2048;  // bytes of quantised weights fetched before they are needed
 
@@ -151,21 +152,29 @@ template <int N> struct Number {
 // Into the second level of cache: far fewer lines can be on their way into the first.
 INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// acc[r][v] += w[i][v] . x[r][i] for i below n. Of `next`, what is read later, LINES lines are fetched with each i,
-// `apart` units apart, and of `soon`, which lies as `w` does, AGAIN lines.
-template <class T, int LINES, int AGAIN, int R, int NV>
+// What is fetched beside a product.
+struct Fetched {
+    const u32* from;
+    size_t apart;  // units from one input's first line to the next one's
+    const u32* of(size_t i) const { return from + i * apart; }
+};
+
+// acc[r][v] += w[i][v] . x[r][i] for i below n. With each i come LINES lines of `next`, LATER of `later`, and of
+// `soon`, which lies as `w` does, AGAIN.
+template <class T, int LINES, int LATER, int AGAIN, int R, int NV>
 INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x, size_t ldx, size_t n,
-                       const u32* next, size_t apart, const u32* soon) {
+                       Fetched next, Fetched later, const u32* soon) {
     constexpr int EACH = 4, PARTS = (R + EACH - 1) / EACH;  // rows reached from one address by registers' multiples
     const u32* from[PARTS];
 #pragma GCC unroll 3
     for (int p = 0; p < PARTS; p++) from[p] = x + p * EACH * ldx;
     for (size_t i = 0; i < n; i++, w += step) {
         vu part[NV];
-        if (next)
+        if (LINES && next.from)
 #pragma GCC unroll 4
-            for (int line = 0; line < LINES; line++) fetch(next + i * apart + line * LINE);
-        if (soon)
+            for (int line = 0; line < LINES; line++) fetch(next.of(i) + line * LINE);
+        if (LATER) fetch(later.of(i));
+        if (AGAIN && soon)
 #pragma GCC unroll 4
             for (int line = 0; line < AGAIN; line++) fetch(soon + i * step + line * LINE);
 #pragma GCC unroll 4
@@ -183,24 +192,32 @@ struct Lines {
     size_t count;
 };
 
-// out[r] = sum over i of w[i] . x[r][i], of one panel w. Of `next` what the first `fetched` i of a panel
-// take is fetched on the way, and then `later`, at most n - fetched lines.
-template <class T, int R>
-void product(const u32* w, const u32* x, size_t ldx, size_t n, float* out, const u32* next, size_t fetched,
-             const Lines (&later)[2]) {
+// out[r] = sum over i of w[i] . x[r][i], of one panel w. `next` is fetched on the way, and of `later` what memory has
+// time for, both evenly: where much is asked for at a time, everything else waits for it.
+template <class T, int R, class Later>
+void product(const u32* w, const u32* x, size_t ldx, size_t n, float* out, Lines next, Later& later) {
     constexpr int LINES = (PANEL + LINE - 1) / LINE;
     constexpr int AGAIN = R > STREAMED ? LINES : 0;
     vf acc[R][VECTORS] = {};
     size_t done = 0;
-    const auto run = [&](auto lines, size_t count, const u32* from, size_t apart) {
+    const auto run = [&](auto lines, auto more, size_t count, size_t apart, Fetched kept) {
         const u32* here = w + done * PANEL;
-        accumulate<T, lines.value, AGAIN>(acc, here, PANEL, x + done, ldx, count, from, apart,
-                                          here + SOON_INPUTS * PANEL);
+        const Fetched weights{next.from ? next.from + done * apart : nullptr, apart};
+        accumulate<T, lines.value, more.value, AGAIN>(acc, here, PANEL, x + done, ldx, count, weights, kept,
+                                                      here + SOON_INPUTS * PANEL);
         done += count;
     };
-    run(Number<LINES>{}, fetched, next, PANEL);
-    for (const Lines& lines : later) run(Number<1>{}, lines.count, lines.from, LINE);
-    run(Number<0>{}, n - done, nullptr, 0);
+    if (next.count > n) {
+        run(Number<LINES>{}, Number<0>{}, n, LINES * LINE, {});
+    } else {
+        const size_t apart = (next.count * LINE + n - 1) / n, time = n * R * VECTORS / PACE;
+        const size_t left = next.from && time > next.count ? std::min(time - next.count, n) : 0, pace = LINE * left / n;
+        for (int part = 0; part < 2 && pace; part++) {
+            const Lines some = later.take((n - done) * pace / LINE);
+            if (some.count) run(Number<1>{}, Number<1>{}, some.count * LINE / pace, apart, {some.from, pace});
+        }
+        run(Number<1>{}, Number<0>{}, n - done, apart, {});
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -260,8 +277,8 @@ void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, 
         };
         if (T::per == 2 && from % 2) single(from++ / 2, 0xffff0000u);
         constexpr int LINES = (NV * W + LINE - 1) / LINE;
-        accumulate<T, LINES, LINES>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
-                                    to / T::per - from / T::per, behind(AHEAD), head, behind(SOON));
+        accumulate<T, LINES, 0, LINES>(acc, tile + (size_t)(from / T::per) * head, head, weights + from / T::per, ldp,
+                                       to / T::per - from / T::per, {behind(AHEAD), (size_t)head}, {}, behind(SOON));
         if (T::per == 2 && to % 2) single(to / 2, 0x0000ffffu);
     }
 #pragma GCC unroll 12
