@@ -277,14 +277,25 @@ template <class Q> struct Ready {
     INLINE vf offset(int v) const { return load<vf>(from.offsets + v * W); }
 };
 
-// totals[r][v] += all groups of a panel, unpacked on the way: for few rows.
-template <class Q, int R>
-void add_stored(float* totals, const u8* w, const Integers& x, size_t groups) {
-    for (size_t g = 0; g < groups; g++) add_group<Q, R>(totals, Stored<Q>{w + g * Q::bytes}, x, g);
+// Unpacking leaves memory so much time that a few lines at once do not matter.
+template <class Later> INLINE void fetch_beside_group(Later& later) {
+    constexpr size_t MOST = 8;
+    const Lines lines = later.take(MOST);
+    for (size_t i = 0; i < lines.count; i++) fetch(lines.from + i * LINE);
 }
 
-template <class Q, int R>
-void add_unpacked(float* totals, const Unpacked<Q>& w, const Integers& x, size_t group) {
+// totals[r][v] += all groups of a panel, unpacked on the way: for few rows.
+template <class Q, int R, class Later>
+void add_stored(float* totals, const u8* w, const Integers& x, size_t groups, Later& later) {
+    for (size_t g = 0; g < groups; g++) {
+        if (R > STREAMED) fetch_beside_group(later);
+        add_group<Q, R>(totals, Stored<Q>{w + g * Q::bytes}, x, g);
+    }
+}
+
+template <class Q, int R, class Later>
+void add_unpacked(float* totals, const Unpacked<Q>& w, const Integers& x, size_t group, Later& later) {
+    fetch_beside_group(later);
     add_group<Q, R>(totals, Ready<Q>{w}, x, group);
 }
 

@@ -652,8 +652,8 @@ class Engine {
                 const size_t rows = part.rows.from + all * (p + 1) / parts - base;
                 const Input& input = part.input;
                 if (linear.form == NIBBLES)
-                    multiply_panel<Nibbles>(linear.weight, panel, groups, input, base, rows, out);
-                else multiply_panel<Bytes>(linear.weight, panel, groups, input, base, rows, out);
+                    multiply_panel<Nibbles>(linear.weight, panel, groups, input, base, rows, out, part.later);
+                else multiply_panel<Bytes>(linear.weight, panel, groups, input, base, rows, out, part.later);
                 for (size_t r = 0; r < rows; r++) {
                     float* own = out + r * PANEL;
                     for (int v = 0; v < PANEL; v += W)
@@ -666,7 +666,7 @@ class Engine {
     // out[row][v], in parts of what the row's integers are worth.
     template <class Q>
     void multiply_panel(const u8* weight, size_t index, size_t groups, const Input& from, size_t base, size_t rows,
-                        float* out) const {
+                        float* out, Later& later) const {
         constexpr size_t FEW = 2 * ROWS;  // rows for which unpacking once and for all does not pay
         const u8* panel = weight + index * groups * Q::bytes;
         const auto input = [&](size_t first) {
@@ -678,7 +678,7 @@ class Engine {
         if (rows <= FEW) {
             tiles_of(rows, [&](size_t first, int count) {
                 with_rows(count, [&](auto R) {
-                    add_stored<Q, R.value>(out + first * PANEL, panel, input(first), groups);
+                    add_stored<Q, R.value>(out + first * PANEL, panel, input(first), groups, later);
                 });
             });
             return;
@@ -689,7 +689,7 @@ class Engine {
             tiles_of(rows, [&](size_t first, int count) {
                 with_rows(count, [&](auto R) {
                     if constexpr (2 * R.value >= ROWS)  // tiles of many rows are never small
-                        add_unpacked<Q, R.value>(out + first * PANEL, unpacked, input(first), g);
+                        add_unpacked<Q, R.value>(out + first * PANEL, unpacked, input(first), g, later);
                 });
             });
         }
