@@ -626,11 +626,12 @@ class Engine {
             for (size_t panel = part.panels.from; panel < part.panels.to; panel++) {
                 const u32* w = weight + panel * PANEL * k;
                 const u32* next = panel + 1 < part.panels.to ? w + PANEL * k : part.behind;
-                const bool fetches = next && rows > STREAMED;  // each tile of rows its share
+                const bool fetches = next && rows > STREAMED;
+                size_t fetched = 0, tiles_left = (rows + ROWS - 1) / ROWS;  // each tile of rows fetches as much
                 tiles_of(rows, [&](size_t first, int count) {
-                    const size_t row = base + first;
-                    const size_t begin = lines * first / rows, end = lines * (first + count) / rows;
-                    const Lines share = fetches ? Lines{next + begin * LINE, end - begin} : Lines{};
+                    const size_t row = base + first, some = (lines - fetched) / tiles_left--;
+                    const Lines share = fetches ? Lines{next + fetched * LINE, some} : Lines{};
+                    fetched += some;
                     with_rows(count, [&](auto R) {
                         product<T, R.value>(w, x + row * ldx, ldx, k, out, share, part.later);
                     });
