@@ -731,7 +731,7 @@ class Engine {
                         const bool rounds = layer.down.form != UNITS;
                         const float* bias = layer.gate_up.bias ? layer.gate_up.bias + column : nullptr;
                         const vf x = biased(values, bias), up = biased(values + W, bias ? bias + W : nullptr);
-                        const vf value = x / (1.0f + exponential(-x)) * up;
+                        const vf value = x / (1.0f + T::exp(-x)) * up;
                         if (rounds) store(exact + column / 2, value);
                         else T::put(to, column / 2, value);
                     });
@@ -780,7 +780,7 @@ class Engine {
             std::memcpy(tile + slot * head, units, head * 4);
         } else {
             u16* to = reinterpret_cast<u16*>(tile + slot / 2 * head) + slot % 2;
-            for (size_t d = 0; d < head; d++) to[2 * d] = reinterpret_cast<const u16*>(units)[d];
+            for (size_t d = 0; d < head; d += W) put_alternate(to + 2 * d, reinterpret_cast<const u16*>(units) + d);
         }
     }
 
@@ -896,19 +896,20 @@ class Engine {
     template <class T> float softmax(float* scores, int from, int to, int end) const {
         const vf never = splat(-INFINITY);
         const vi lane = lanes();
+        const auto kept = [&](int i, vf x, vf other) {
+            if (i >= from && i + W <= to) return x;
+            return (lane + i >= from) & (lane + i < to) ? x : other;
+        };
         vf most = never;
-        const auto inside = [&](int i) { return (lane + i >= from) & (lane + i < to); };
         for (int i = from / W * W; i < to; i += W) {
-            const vf x = inside(i) ? load<vf>(scores + i) : never;
+            const vf x = kept(i, load<vf>(scores + i), never);
             most = x > most ? x : most;
         }
-        float peak = most[0];
-        for (int i = 1; i < W; i++) peak = most[i] > peak ? most[i] : peak;
-        const float scale = (float)m.scale;
+        const float scale = (float)m.scale, peak = greatest(most) * scale;
         vf total = {};
         u32* weights = reinterpret_cast<u32*>(scores);
         for (int i = 0; i < end; i += W) {
-            const vf weight = inside(i) ? exponential((load<vf>(scores + i) - peak) * scale) : vf{};
+            const vf weight = kept(i, T::exp(load<vf>(scores + i) * scale - peak), vf{});
             total += weight;
             T::put(weights, i, weight);
         }

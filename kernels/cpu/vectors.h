@@ -85,17 +85,41 @@ INLINE vi lanes() {
 }
 
 INLINE float sum(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     for (int half = W / 2; half; half /= 2)
         for (int i = 0; i < half; i++) v[i] += v[i + half];
     return v[0];
+#endif
 }
 
-// e^x to about 1e-7, 0 and infinity rounded to the least and most normal numbers; NaN stays NaN.
-INLINE vf exponential(vf x) {
+// Of numbers none of which is NaN.
+INLINE float greatest(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float most = v[0];
+    for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
+// Whole numbers below 2^22 stand in the low bits of what is added to it.
+constexpr float WHOLE = 12582912.0f, TO_POWER_OF_2 = 1.44269504f;
+
+// e^x of both kinds of unit: 0 and infinity are rounded to the least and most normal numbers, NaN stays NaN.
+INLINE vf clamped(vf x) {
     x = x < -87.0f ? splat(-87.0f) : x;
-    x = x > 88.0f ? splat(88.0f) : x;
-    const vf shifted = x * 1.44269504f + 12582912.0f;  // rounds to a whole number in the low bits
-    const vf whole = shifted - 12582912.0f;
+    return x > 88.0f ? splat(88.0f) : x;
+}
+INLINE vf scaled(vf x, vf shifted) { return x * (vf)(((vu)shifted + 127u) << 23); }
+
+// To about 1e-7.
+INLINE vf exponential(vf x) {
+    x = clamped(x);
+    const vf shifted = x * TO_POWER_OF_2 + WHOLE;
+    const vf whole = shifted - WHOLE;
     const vf r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -103,8 +127,19 @@ INLINE vf exponential(vf x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vf)(((vu)shifted + 127u) << 23);
+    return scaled(p * r * r + r + 1.0f, shifted);
+}
+
+// To about 3e-6: a polynomial of the least relative error for 2 to the power of -1/2 to 1/2.
+INLINE vf rough_exponential(vf x) {
+    x = clamped(x);
+    const vf shifted = x * TO_POWER_OF_2 + WHOLE;
+    const vf r = x * TO_POWER_OF_2 - (shifted - WHOLE);
+    vf p = splat(9.570101434e-3f);
+    p = p * r + 5.591786028e-2f;
+    p = p * r + 2.402474484e-1f;
+    p = p * r + 6.931218147e-1f;
+    return scaled(p * r + 9.999992614e-1f, shifted);
 }
 
 // ---------------------------------------------------------------- the two kinds of unit
@@ -134,6 +169,7 @@ struct Bf16 {
     static INLINE float get(const void* base, size_t index) {
         return as_float((u32)static_cast<const u16*>(base)[index] << 16);
     }
+    static INLINE vf exp(vf x) { return rough_exponential(x); }
 };
 
 struct F32 {
@@ -143,7 +179,17 @@ struct F32 {
     static INLINE float get(const void* base, size_t index) {
         return static_cast<const float*>(base)[index];
     }
+    static INLINE vf exp(vf x) { return exponential(x); }
 };
+
+// To every second one of the 16-bit numbers from `to` on; the others may be another thread's.
+INLINE void put_alternate(u16* to, const u16* from) {
+#if defined(__AVX512BW__)
+    _mm512_mask_storeu_epi16(to, 0x55555555u, (__m512i)__builtin_convertvector(load<vh>(from), vu));
+#else
+    for (int i = 0; i < W; i++) to[2 * i] = from[i];
+#endif
+}
 
 template <int N> struct Number {
     static constexpr int value = N;
