@@ -18,6 +18,7 @@ from executor.plan import Draw, Drawn, Row
 from executor.sampler import is_plain, uniform
 from kernels.cpu import native
 from wire.memory import NULL_BLOCK
+from wire.sampling import Sampling
 
 Ints: TypeAlias = "array[int]"  # of 32 bits, or of 64 for addresses
 
@@ -41,6 +42,8 @@ class Table:
     blocks: list[int]  # the row's own: tables are replaced, not changed
     ids: Ints
     address: int
+    sampling: Sampling | None = None  # of the last draw behind it, replaced and not changed as well
+    maker: int = HOST  # who makes such draws when no token is forbidden
 
 
 @dataclass(slots=True)
@@ -111,25 +114,29 @@ class Batches:
         """
         size, context, known = self._block_size, self._context, self._tables
         batch = Batch()
+        starts, counts, tables = batch.starts, batch.counts, batch.tables
         current: dict[int, Table] = {}
+        flat = longest = 0
         for row in rows:
-            start, tokens, blocks = row.start, row.tokens, row.blocks
-            end = start + len(tokens)
-            if not tokens or start < 0 or end > context or end > len(blocks) * size:
+            seq, start, blocks, draws = row.seq, row.start, row.blocks, row.draws
+            count = len(row.tokens)
+            end = start + count
+            if not count or start < 0 or end > context or end > len(blocks) * size:
                 check_span(row, len(blocks), size, context)
-            table = known.get(row.seq)
+            table = known.get(seq)
             if table is None or table.blocks is not blocks:
                 table = self._table(blocks)
-            current[row.seq] = table
-            batch.addresses.append(table.address)
-            batch.tables.append(table)
-            batch.starts.append(start)
-            batch.counts.append(len(tokens))
-            batch.tokens += len(tokens)
-            if end > batch.longest:
-                batch.longest = end
-            if row.draws:
-                _add_draws(batch, row.draws)
+            current[seq] = table
+            tables.append(table)
+            starts.append(start)
+            counts.append(count)
+            flat += count
+            if end > longest:
+                longest = end
+            if draws:
+                _add_draws(batch, flat - 1, draws, table)
+        batch.tokens, batch.longest = flat, longest
+        batch.addresses = [table.address for table in tables]
         self._tables = current
         return batch
 
@@ -151,18 +158,24 @@ class Batches:
         return Table(blocks, ids, address(ids))
 
 
-def _add_draws(batch: Batch, draws: Sequence[Draw]) -> None:
-    """Those of the row that was added last."""
+def _add_draws(batch: Batch, end: int, draws: Sequence[Draw], table: Table) -> None:
+    """Those of a row whose last token is at `end`. Sampling is looked at once, and not in every step."""
     row = -1
     for draw in draws:
-        maker = GREEDY if draw.sampling.temperature <= 0 else PICKED
-        if not is_plain(draw):
-            maker = HOST
+        if draw.sampling is not table.sampling:
+            table.sampling, table.maker = draw.sampling, _maker(draw.sampling)
+        maker = HOST if draw.forbidden else table.maker
         if maker != GREEDY and row < 0:
             row, batch.logits = batch.logits, batch.logits + 1
         batch.draws.append((maker, len(batch.ends), draw))
-    batch.ends.append(batch.tokens - 1)
+    batch.ends.append(end)
     batch.kept.append(row)
+
+
+def _maker(sampling: Sampling) -> int:
+    if not is_plain(sampling):
+        return HOST
+    return GREEDY if sampling.temperature <= 0 else PICKED
 
 
 def pack_draws(draws: Sequence[tuple[int, Draw]]) -> bytes:

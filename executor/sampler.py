@@ -79,12 +79,10 @@ def _draw(raw: Row, draw: Draw, likeliest: int) -> Drawn:
     return _with_logprobs(raw, draw.seq, token, sampling.logprobs)
 
 
-def is_plain(draw: Draw) -> bool:
-    """Whether logits count as they are and the token is all that is asked for."""
-    sampling = draw.sampling
+def is_plain(sampling: Sampling) -> bool:
+    """Whether logits count as they are but for forbidden tokens, and the token is all that is asked for."""
     return (
         sampling.logprobs < 0
-        and not draw.forbidden
         and not sampling.logit_bias
         and sampling.repetition_penalty == 1
         and sampling.presence_penalty == 0
@@ -94,7 +92,8 @@ def is_plain(draw: Draw) -> bool:
 
 def is_greedy(draw: Draw) -> bool:
     """Whether the greatest logit decides and nothing else is asked."""
-    return draw.sampling.temperature <= 0 and is_plain(draw)
+    sampling = draw.sampling
+    return sampling.temperature <= 0 and not draw.forbidden and is_plain(sampling)
 
 
 @dataclass(slots=True, frozen=True)

@@ -189,6 +189,7 @@ class Scheduler:
         for result in drawn:
             if (seq := sequences.get(result.seq)) is not None:
                 deltas.append((seq.group.peer, self._take(seq, result)))
+        self.counters.generated_tokens += len(deltas)
         return deltas
 
     def may_settle(self, granted: Granted) -> bool:
@@ -359,19 +360,19 @@ class Scheduler:
         seq.pending -= 1
         seq.tokens.append(token)
         seq.output.append(token)
-        self.counters.generated_tokens += 1
+        length = len(seq.output)
         finish = ""
-        if token in group.stops and len(seq.output) > group.sampling.min_tokens:
+        if token in group.stops and length > group.sampling.min_tokens:
             finish = "stop"
-        elif len(seq.output) >= group.limit:
+        elif length >= group.limit:
             finish = "length"
         if finish:
             self._finish(seq)
         logprobs = []
-        if group.sampling.logprobs >= 0:
+        if group.tells:
             top = [TopToken(*pair) for pair in result.top]
             logprobs = [TokenLogprobs(result.logprob, top)]
-        if len(seq.output) > 1:
+        if length > 1:
             return Delta(group.id, seq.choice, [token], finish, 0, logprobs)
         queued = int(1000 * group.queued)
         return Delta(group.id, seq.choice, [token], finish, group.cached, logprobs, queued)
