@@ -356,6 +356,23 @@ def test_a_draw_that_asks_for_more_than_the_likeliest_gets_it_beside_plain_ones(
     assert drawn == sample(logits, pairs)
 
 
+def test_how_a_sequence_draws_may_change_from_one_step_to_the_next(loaded: LoadedModel) -> None:
+    runner, blocks, told = native(loaded), [5, 6, 7], Sampling(seed=3, temperature=0, logprobs=2)
+    runner.run(Plan(1, [Row(1, 0, text(6), blocks)]))
+    likeliest = runner.run(Plan(2, [Row(1, 6, [65], blocks, (draw(1, 7),))]))[0].token
+    for number, asked, expected in (
+        (3, Draw(1, 0, 7, GREEDY, text(6), [], forbidden=(likeliest,)), None),
+        (4, draw(1, 7), (likeliest, 0)),
+        (5, draw(1, 7, told), (likeliest, 2)),
+        (6, draw(1, 7), (likeliest, 0)),
+    ):
+        drawn = runner.run(Plan(number, [Row(1, 6, [65], blocks, (asked,))]))[0]
+        if expected is None:
+            assert drawn.token != likeliest
+        else:
+            assert (drawn.token, len(drawn.top)) == expected
+
+
 def test_the_first_of_equal_logits_is_drawn(tmp_path: Path) -> None:
     loaded = load(write_tiny_model(tmp_path / "model"))
     runner = Row(1, 0, text(6), [5, 6], (draw(1, 6),))
