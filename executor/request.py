@@ -110,10 +110,6 @@ class Group:
     queued: float = 0.0  # seconds until it was first admitted
     cached: int = -1  # prompt tokens found in the prefix index when first admitted; -1: not yet
     history: deque[str] = field(default_factory=lambda: deque(maxlen=8))
-    tells: bool = field(init=False)  # of its tokens' probabilities; asked of every token
-
-    def __post_init__(self) -> None:
-        self.tells = self.sampling.logprobs >= 0
 
     @property
     def priority(self) -> int:

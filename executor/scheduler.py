@@ -369,7 +369,7 @@ class Scheduler:
         if finish:
             self._finish(seq)
         logprobs = []
-        if group.tells:
+        if group.sampling.logprobs >= 0:
             top = [TopToken(*pair) for pair in result.top]
             logprobs = [TokenLogprobs(result.logprob, top)]
         if length > 1:

@@ -108,14 +108,14 @@ INLINE float greatest(vf v) {
 // Whole numbers below 2^22 stand in the low bits of what is added to it.
 constexpr float WHOLE = 12582912.0f, TO_POWER_OF_2 = 1.44269504f;
 
-// e^x of both kinds of unit: 0 and infinity are rounded to the least and most normal numbers, NaN stays NaN.
+// What e^x of either kind begins and ends with: 0 and infinity are rounded to the least and most normal numbers, NaN stays NaN.
 INLINE vf clamped(vf x) {
     x = x < -87.0f ? splat(-87.0f) : x;
     return x > 88.0f ? splat(88.0f) : x;
 }
 INLINE vf scaled(vf x, vf shifted) { return x * (vf)(((vu)shifted + 127u) << 23); }
 
-// To about 1e-7.
+// e^x to about 1e-7.
 INLINE vf exponential(vf x) {
     x = clamped(x);
     const vf shifted = x * TO_POWER_OF_2 + WHOLE;
@@ -130,7 +130,7 @@ INLINE vf exponential(vf x) {
     return scaled(p * r * r + r + 1.0f, shifted);
 }
 
-// To about 3e-6: a polynomial of the least relative error for 2 to the power of -1/2 to 1/2.
+// e^x to about 3e-6: a polynomial of the least relative error for 2 to the power of -1/2 to 1/2.
 INLINE vf rough_exponential(vf x) {
     x = clamped(x);
     const vf shifted = x * TO_POWER_OF_2 + WHOLE;
