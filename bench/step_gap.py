@@ -1,4 +1,5 @@
-"""How long the native step waits for the rest of the executor: from the end of one call to the next.
+"""How long the native step waits for the rest of the executor, and what all that costs: from the end of one
+call to the next.
 
 All around it is real: the default model, the step loop, memd as a process, a client over the gateway's socket
 as another. Every stream decodes one token a step, with prompts of `PROMPT` tokens before. Between two calls
@@ -22,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 import torch
 from tqdm import tqdm
@@ -64,25 +65,35 @@ Load = tuple[int, float]  # streams, temperature
 
 
 class Probe:
-    """Stands before the native engine and looks at the clock."""
+    """Stands before the native engine, on the device's thread, and looks at the clocks."""
 
     def __init__(self, engine: native.Engine) -> None:
         self._engine = engine
+        # Made on the thread of the step loop.
+        self._loop = time.pthread_getcpuclockid(threading.get_ident())
         self._last: Load | None = None
         self._ended = 0.0
-        self.gaps: dict[Load, list[float]] = defaultdict(list)  # seconds
-        self.steps: dict[Load, list[float]] = defaultdict(list)  # seconds
+        self._spent = (0.0, 0.0)  # this thread's and the loop's when the last call ended
+        self.gaps: dict[Load, list[float]] = defaultdict(list)  # seconds, as all below
+        self.steps: dict[Load, list[float]] = defaultdict(list)
+        self.costs: dict[Load, list[float]] = defaultdict(list)  # CPU time of both outside calls
 
     def run(self, step: native.Step) -> None:
-        started = time.perf_counter()
+        started, spent = time.perf_counter(), self._times()
         self._engine.run(step)
-        ended = time.perf_counter()
         load = (step.rows, float(step.draws > 0))
         decoding = step.tokens == step.rows == step.outputs
+        last, device, loop = self._ended, *self._spent
+        self._ended, self._spent = time.perf_counter(), self._times()
         if decoding and load == self._last:
-            self.gaps[load].append(started - self._ended)
-            self.steps[load].append(ended - started)
-        self._last, self._ended = (load if decoding else None), ended
+            self.gaps[load].append(started - last)
+            self.steps[load].append(self._ended - started)
+            # The loop works beside the call, so all its time since the last one ended is of one step.
+            self.costs[load].append(spent[0] - device + self._spent[1] - loop)
+        self._last = load if decoding else None
+
+    def _times(self) -> tuple[float, float]:
+        return time.thread_time(), time.clock_gettime(self._loop)
 
 
 @contextmanager
@@ -223,13 +234,14 @@ def main(argv: Sequence[str] | None = None, loaded: LoadedModel | None = None) -
         sys.exit(reason)
     with tempfile.TemporaryDirectory(prefix="pk-") as folder:
         probe = measure(loaded, loads, options.steps, options.weights, Path(folder))
-    print("streams  temperature   gap ms: median  p10   p90    step ms  gap's share")
+    print("streams  temperature   gap ms: median  p10   p90    step ms  gap's share   CPU ms beside it")
     for (streams, temperature), gaps in probe.gaps.items():
         tenths = quantiles(gaps, n=10)
-        gap, step = 1000 * median(gaps), 1000 * median(probe.steps[streams, temperature])
+        load = streams, temperature
+        gap, step = 1000 * median(gaps), 1000 * median(probe.steps[load])
         print(
             f"{streams:7}  {temperature:11.0f}          {gap:6.2f} {1000 * tenths[0]:6.2f} "
-            f"{1000 * tenths[-1]:6.2f}     {step:6.2f}  {gap / (gap + step):10.1%}"
+            f"{1000 * tenths[-1]:6.2f}     {step:6.2f}  {gap / (gap + step):10.1%}   {1000 * fmean(probe.costs[load]):16.2f}"
         )
 
 
