@@ -234,14 +234,17 @@ def main(argv: Sequence[str] | None = None, loaded: LoadedModel | None = None) -
         sys.exit(reason)
     with tempfile.TemporaryDirectory(prefix="pk-") as folder:
         probe = measure(loaded, loads, options.steps, options.weights, Path(folder))
-    print("streams  temperature   gap ms: median  p10   p90    step ms  gap's share   CPU ms beside it")
+    print(
+        "streams  temperature   gap ms: median  p10   p90    step ms  gap's share   CPU ms beside it"
+    )
     for (streams, temperature), gaps in probe.gaps.items():
         tenths = quantiles(gaps, n=10)
         load = streams, temperature
         gap, step = 1000 * median(gaps), 1000 * median(probe.steps[load])
         print(
             f"{streams:7}  {temperature:11.0f}          {gap:6.2f} {1000 * tenths[0]:6.2f} "
-            f"{1000 * tenths[-1]:6.2f}     {step:6.2f}  {gap / (gap + step):10.1%}   {1000 * fmean(probe.costs[load]):16.2f}"
+            f"{1000 * tenths[-1]:6.2f}     {step:6.2f}  {gap / (gap + step):10.1%}   "
+            f"{1000 * fmean(probe.costs[load]):16.2f}"
         )
 
 

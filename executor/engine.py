@@ -13,9 +13,10 @@ from typing import Protocol
 
 from executor.budget import Pace
 from executor.memory import Fenced, MemoryClient
+from executor.news import News
 from executor.plan import Drawn, Plan
 from executor.proposal import Proposal
-from executor.scheduler import Deltas, Scheduler
+from executor.scheduler import Scheduler
 from executor.server import Server
 from executor.worker import Worker
 from wire.errors import Code
@@ -80,7 +81,7 @@ class Engine:
         self._hits_before = self._queries_before = 0  # counted by memds and pools of the past
         self._signals = 0
         self._drain_until: float | None = None
-        self._deltas: Deltas = []  # not sent yet
+        self._news = News()  # not sent yet
         self._attached = False  # whether memd's last word was a grant or a registration
         self._asked_at = 0.0
         self._started_at = self._took = 0.0
@@ -123,7 +124,7 @@ class Engine:
         Between two steps there is only what the second one depends on: everything else makes the device wait.
         """
         scheduler, plan = self._scheduler, self._plan
-        working = bool(plan.rows or plan.copies)
+        working = plan.computes
         # After a pause of the whole process the blocks may be someone else's: look before computing.
         if working and not self._computing and not self._memory.stale():
             self._start()
@@ -153,7 +154,7 @@ class Engine:
             return
         if not self._computing:
             self._emit()
-            if not working and not self._plan.rows and scheduler.busy:
+            if not working and not self._plan.computes and scheduler.busy:
                 self._server.poll(1)  # memory must come free first: do not spin for it
 
     def status(self) -> Status:
@@ -228,7 +229,7 @@ class Engine:
                 if following is None
                 else scheduler.complete(following)
             )
-            return None if not self._plan.rows or self._memory.stale() else self._next()
+            return None if not self._plan.computes or self._memory.stale() else self._next()
 
         self._worker.wait(then, self._care, CARE_S)
         if self._lost_steps == 0:
@@ -249,13 +250,12 @@ class Engine:
             self._scheduler.step_lost(self._plan)
         else:
             self._lost_steps = 0
-            self._deltas = self._scheduler.update(self._plan, drawn)
+            self._news = self._scheduler.update(self._plan, drawn)
 
     def _count(self, plan: Plan) -> None:
         """What a plan that was computed says of steps to come."""
         self.steps += 1
-        tokens = sum([len(row.tokens) for row in plan.rows])
-        self._scheduler.step_tokens = self._pace.next(tokens, self._took, self._memory.lease)
+        self._scheduler.step_tokens = self._pace.next(plan.tokens, self._took, self._memory.lease)
 
     def _settled(self, granted: Granted) -> None:
         self._attached = True
@@ -264,8 +264,8 @@ class Engine:
 
     def _emit(self) -> None:
         """Send what the last step brought."""
-        deltas, self._deltas = self._deltas, []
-        self._server.emit(deltas, self._scheduler.take_failures())
+        news, self._news = self._news, News()
+        self._server.emit(news, self._scheduler.take_failures())
 
     def _answer(self) -> Granted:
         granted = self._memory.answer(self._idle)

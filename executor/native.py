@@ -14,7 +14,7 @@ from executor.checks import warm_up_plans
 from executor.kv import block_bytes, copy_ids
 from executor.load import LoadedModel
 from executor.models.config import ModelConfig
-from executor.native_batch import Batch, Batches, Ints, address, pack_draws, room_for
+from executor.native_batch import Batch, Batches, Ints, address, room_for
 from executor.native_weights import NativeWeights, model_of
 from executor.plan import Drawn, Plan, Row
 from executor.quantize import Weights
@@ -179,14 +179,14 @@ class NativeRunner:
             ValueError: a token, block or position is out of range, or a table is too short.
             MemoryError: there is none for so many tokens.
         """
-        if not plan.rows and not plan.copies:
+        if not plan.computes:
             return []
         ready, self._ready = self._ready, None
         if ready is None or ready.plan is not plan:
             ready = self._lay_out(plan)
         batch = ready.batch
         self._step(ready)
-        if not batch.draws:
+        if not batch:
             return []
         hosts = batch.hosts()
         sampled = sample(ready.logits[: batch.logits], hosts) if hosts else ()
@@ -214,7 +214,7 @@ class NativeRunner:
             self.run(plan)
 
     def _lay_out(self, plan: Plan) -> _Ready:
-        return self._ready_for(plan, self._batches.of(plan.rows))
+        return self._ready_for(plan, self._batches.of(plan.others, plan.lanes))
 
     def _ready_for(self, plan: Plan, batch: Batch) -> _Ready:
         if batch.logits > len(self._logits):
@@ -222,15 +222,10 @@ class NativeRunner:
         if batch.longest > len(self._angles[0]):
             self._angles = _angles(self._config, batch.longest)
         copies = copy_ids(plan.copies, self.kv.num_blocks).ravel() if plan.copies else ()
-        picks = batch.picks()
         starts, counts, kept = (array("i", of) for of in (batch.starts, batch.counts, batch.kept))
-        tables, copied, ends = (
-            array("Q", batch.addresses),
-            array("i", copies),
-            array("i", batch.ends),
-        )
-        drawn = array("b", pack_draws(picks))
-        best, picked = room_for(len(ends)), room_for(len(picks))
+        tables, copied, ends = batch.addresses, array("i", copies), array("i", batch.ends)
+        drawn = array("b", b"".join(batch.picks))
+        best, picked = room_for(len(ends)), room_for(len(batch.picks))
         cosines, sines = self._angles
         step = native.Step(
             tokens=batch.tokens,
@@ -247,7 +242,7 @@ class NativeRunner:
             kept=address(kept),
             logits=self._logits.data_ptr(),
             best=address(best),
-            draws=len(picks),
+            draws=len(batch.picks),
             drawn=address(drawn),
             picked=address(picked),
         )
@@ -256,7 +251,7 @@ class NativeRunner:
 
     def _step(self, ready: _Ready) -> None:
         """Put in the tokens, and go."""
-        ids = self._batches.ids(ready.plan.rows)
+        ids = self._batches.ids(ready.plan.others, ready.plan.lanes)
         ready.step.ids = address(ids)
         self._engine.run(ready.step)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import le
 from typing import TypeAlias
 
 import numpy as np
 
 from executor.checks import check_range, check_span
-from executor.plan import Draw, Drawn, Row
+from executor.plan import Draw, Drawn, Lanes, Members, Row
 from executor.sampler import is_plain, uniform
 from kernels.cpu import native
 from wire.memory import NULL_BLOCK
@@ -48,32 +49,33 @@ class Table:
 
 @dataclass(slots=True)
 class Batch:
-    """The rows of one step, flat."""
+    """The rows of one step, flat; those in lanes first, each with one token and one draw."""
 
+    lanes: Sequence[int] = ()  # their sequences
+    makers: Sequence[int] = ()  # who makes their draws: GREEDY or PICKED
     tokens: int = 0
     starts: list[int] = field(default_factory=list)  # [rows]
     counts: list[int] = field(default_factory=list)  # [rows]
-    addresses: list[int] = field(default_factory=list)  # [rows] of their tables
-    tables: list[Table] = field(
-        default_factory=list
-    )  # [rows], which must stay as long as the batch
+    addresses: Ints = field(default_factory=lambda: array("Q"))  # [rows] of their tables
+    held: list[object] = field(default_factory=list)  # what must stay as long as the batch: tables
     longest: int = 0  # positions of the longest sequence
     ends: list[int] = field(
         default_factory=list
     )  # of each row with draws: flat index of its last token
     kept: list[int] = field(default_factory=list)  # [ends]: its row of logits, -1 if none is wanted
     logits: int = 0  # rows of them
+    picks: list[bytes] = field(default_factory=list)  # `native.DRAW` of each the step makes
     draws: list[tuple[int, int, Draw]] = field(
         default_factory=list
-    )  # who draws, from which of `ends`
+    )  # of other rows: who draws, from which of `ends`
 
-    def picks(self) -> list[tuple[int, Draw]]:
-        """Draws the step makes, with their rows of logits."""
-        return self._made_by(PICKED)
+    def __bool__(self) -> bool:
+        """Whether anything is drawn."""
+        return bool(self.lanes or self.draws)
 
     def hosts(self) -> list[tuple[int, Draw]]:
         """Draws from logits that must be edited or told of, with their rows of logits."""
-        return self._made_by(HOST)
+        return [(self.kept[index], draw) for maker, index, draw in self.draws if maker == HOST]
 
     def drawn(self, best: Ints, picked: Ints, sampled: Sequence[Drawn]) -> list[Drawn]:
         """Results in the order of the draws.
@@ -84,16 +86,30 @@ class Batch:
             sampled: [hosts].
         """
         picks, hosts = iter(picked), iter(sampled)
-        return [
+        lanes = [
+            Drawn(name, token if maker == GREEDY else next(picks))
+            for name, token, maker in zip(self.lanes, best, self.makers, strict=False)
+        ]
+        return lanes + [
             Drawn(draw.seq, best[index] if maker == GREEDY else next(picks))
             if maker != HOST
             else next(hosts)
             for maker, index, draw in self.draws
         ]
 
-    def _made_by(self, wanted: int) -> list[tuple[int, Draw]]:
-        kept = self.kept
-        return [(kept[index], draw) for maker, index, draw in self.draws if maker == wanted]
+
+@dataclass(slots=True)
+class _Known:
+    """The lanes of the last step."""
+
+    members: Members
+    shown: list[list[int]]  # [lanes] tables as the plan had them
+    tables: list[Table]
+    addresses: Ints
+    rooms: list[int]  # [lanes] positions there are
+    makers: list[int]
+    kept: list[int]
+    picks: list[int]  # places of lanes whose draw the step makes
 
 
 class Batches:
@@ -104,9 +120,11 @@ class Batches:
         self._num_blocks = num_blocks
         self._context = context
         self._vocab = vocab
-        self._tables: dict[int, Table] = {}  # of the last step, by sequence
+        self._tables: dict[int, Table] = {}  # of other rows of the last step, by sequence
+        self._known: _Known | None = None
+        self._latest = Batch()  # a step may be running with it
 
-    def of(self, rows: Sequence[Row]) -> Batch:
+    def of(self, rows: Sequence[Row], lanes: Lanes | None = None) -> Batch:
         """All but the token ids.
 
         Raises:
@@ -114,9 +132,11 @@ class Batches:
         """
         size, context, known = self._block_size, self._context, self._tables
         batch = Batch()
-        starts, counts, tables = batch.starts, batch.counts, batch.tables
+        if lanes is not None:
+            self._add_lanes(batch, lanes)
+        starts, counts, tables = batch.starts, batch.counts, []
         current: dict[int, Table] = {}
-        flat = longest = 0
+        flat, longest = batch.tokens, batch.longest
         for row in rows:
             seq, start, blocks, draws = row.seq, row.start, row.blocks, row.draws
             count = len(row.tokens)
@@ -136,20 +156,80 @@ class Batches:
             if draws:
                 _add_draws(batch, flat - 1, draws, table)
         batch.tokens, batch.longest = flat, longest
-        batch.addresses = [table.address for table in tables]
+        if rows:
+            batch.addresses = batch.addresses + array("Q", [table.address for table in tables])
+            batch.held += tables
         self._tables = current
+        self._latest = batch
         return batch
 
-    def ids(self, rows: Sequence[Row]) -> Ints:
+    def ids(self, rows: Sequence[Row], lanes: Lanes | None = None) -> Ints:
         """Token ids of all rows.
 
         Raises:
             ValueError: one is out of range.
         """
         ids = [token for row in rows for token in row.tokens]
+        if lanes is not None:
+            ids = lanes.tokens + ids
         if ids and (min(ids) < 0 or max(ids) >= self._vocab):
             check_range("token", np.array(ids), 0, self._vocab)
         return array("i", ids)
+
+    def _add_lanes(self, batch: Batch, lanes: Lanes) -> None:
+        known = self._known
+        if known is None or known.members is not lanes.members:
+            known = self._known = self._know(lanes)
+        elif known.shown is not lanes.tables:
+            self._change(known, lanes)
+        count, starts = len(lanes), lanes.starts
+        if min(starts) < 0 or any(map(le, known.rooms, starts)):
+            for row in lanes.rows():
+                check_span(row, len(row.blocks), self._block_size, self._context)
+        batch.lanes, batch.makers = known.members.names, known.makers
+        batch.tokens, batch.longest = count, max(starts) + 1
+        batch.starts = starts.copy()
+        batch.counts = [1] * count
+        batch.addresses = known.addresses
+        batch.held.append(known)
+        batch.ends, batch.kept = list(range(count)), known.kept.copy()
+        batch.logits = len(known.picks)
+        if known.picks:
+            choices, samplings = lanes.members.choices, lanes.members.samplings
+            batch.picks = [
+                _packed(row, samplings[lane], choices[lane], starts[lane] + 1)
+                for row, lane in enumerate(known.picks)
+            ]
+
+    def _know(self, lanes: Lanes) -> _Known:
+        members, before = lanes.members, self._known
+        made = dict(zip(before.members.names, before.tables, strict=True)) if before else {}
+        tables = []
+        for name, blocks in zip(members.names, lanes.tables, strict=True):
+            table = made.get(name) or self._tables.get(name)
+            tables.append(table if table and table.blocks is blocks else self._table(blocks))
+        makers = [_maker(sampling) for sampling in members.samplings]
+        picks = [place for place, maker in enumerate(makers) if maker == PICKED]
+        kept = [-1] * len(makers)
+        for row, place in enumerate(picks):
+            kept[place] = row
+        addresses = array("Q", [table.address for table in tables])
+        rooms = [self._room(blocks) for blocks in lanes.tables]
+        return _Known(members, lanes.tables, tables, addresses, rooms, makers, kept, picks)
+
+    def _change(self, known: _Known, lanes: Lanes) -> None:
+        """Some tables are other ones."""
+        known.addresses = addresses = known.addresses[:]
+        for place, (old, new) in enumerate(zip(known.shown, lanes.tables, strict=True)):
+            if new is not old:
+                self._latest.held.append(known.tables[place])
+                known.tables[place] = table = self._table(new)
+                addresses[place] = table.address
+                known.rooms[place] = self._room(new)
+        known.shown = lanes.tables
+
+    def _room(self, blocks: list[int]) -> int:
+        return min(len(blocks) * self._block_size, self._context)
 
     def _table(self, blocks: list[int]) -> Table:
         if min(blocks) <= NULL_BLOCK or max(blocks) >= self._num_blocks:
@@ -167,6 +247,8 @@ def _add_draws(batch: Batch, end: int, draws: Sequence[Draw], table: Table) -> N
         maker = HOST if draw.forbidden else table.maker
         if maker != GREEDY and row < 0:
             row, batch.logits = batch.logits, batch.logits + 1
+        if maker == PICKED:
+            batch.picks.append(_packed(row, draw.sampling, draw.choice, draw.position))
         batch.draws.append((maker, len(batch.ends), draw))
     batch.ends.append(end)
     batch.kept.append(row)
@@ -178,14 +260,9 @@ def _maker(sampling: Sampling) -> int:
     return GREEDY if sampling.temperature <= 0 else PICKED
 
 
-def pack_draws(draws: Sequence[tuple[int, Draw]]) -> bytes:
-    """Draws as the step reads them, [draws] of `native.DRAW`."""
-    return b"".join([_packed(row, draw) for row, draw in draws])
-
-
-def _packed(row: int, draw: Draw) -> bytes:
-    sampling = draw.sampling
-    point = uniform(sampling.seed, draw.choice, draw.position)
+def _packed(row: int, sampling: Sampling, choice: int, position: int) -> bytes:
+    """A draw as the step reads it, from this row of logits."""
+    point = uniform(sampling.seed, choice, position)
     return native.pack_draw(
         row, sampling.top_k, sampling.temperature, sampling.top_p, sampling.min_p, point
     )

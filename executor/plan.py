@@ -44,12 +44,75 @@ class Row(Struct, frozen=True, gc=False):
     draws: tuple[Draw, ...] = ()  # empty: a chunk whose sequence has more tokens to come
 
 
+class Members(Struct, frozen=True, gc=False):
+    """Who is in the lanes of a step, in order: what stays the same as long as nobody comes or goes."""
+
+    names: list[int]  # sequences
+    choices: bytes  # the index of each in its group
+    samplings: list[Sampling]
+    prompts: list[list[int]]
+    # For what goes to gateways: of whom each sequence's request is, and its number there.
+    peers: list[bytes]
+    ids: bytes  # uint64
+
+
+class Lanes(Struct, frozen=True, gc=False):
+    """Rows of one token whose sequences draw the next one from it, and ask for nothing but that token.
+
+    In columns, because in most steps most sequences are like that. Lists are never changed, but for `tokens`.
+    """
+
+    members: Members
+    step: int  # rises by one with each step that has lanes
+    starts: list[int]  # position of each token
+    tables: list[list[int]]  # as `Row.blocks`
+    tokens: list[int]  # empty while the step before is still to draw them
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def rows(self) -> list[Row]:
+        """The same as rows. Draws have no output: nothing is asked that needs it."""
+        members = self.members
+        columns = zip(
+            members.names,
+            members.choices,
+            members.samplings,
+            members.prompts,
+            self.starts,
+            self.tables,
+            self.tokens or [UNKNOWN] * len(self),
+            strict=True,
+        )
+        return [
+            Row(name, start, [token], table, (Draw(name, choice, start + 1, sampling, prompt, ()),))
+            for name, choice, sampling, prompt, start, table, token in columns
+        ]
+
+
 class Plan(Struct, frozen=True, gc=False):
     """One step. Copies are made first, then all rows are computed together, then draws are made."""
 
     number: int  # of the memd step that granted it
-    rows: list[Row] = []
+    others: list[Row] = []  # that are not in lanes
     copies: list[Copy] = []
+    lanes: Lanes | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, lanes first."""
+        return self.others if self.lanes is None else self.lanes.rows() + self.others
+
+    @property
+    def computes(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.others or self.copies or self.lanes)
+
+    @property
+    def tokens(self) -> int:
+        """Computed in all."""
+        lanes = len(self.lanes) if self.lanes is not None else 0
+        return lanes + sum([len(row.tokens) for row in self.others])
 
 
 class Drawn(Struct, frozen=True, gc=False):

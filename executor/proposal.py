@@ -36,3 +36,10 @@ class Proposal:
     growing: list[tuple[Sequence, int]] = field(default_factory=list)
     forked: list[tuple[Sequence, int]] = field(default_factory=list)  # the children
     entering: list[tuple[Group, int, int]] = field(default_factory=list)  # and most tokens
+    joined: list[Sequence] = field(default_factory=list)  # stand in a lane from this step on
+    committed: int = 0  # bytes of token ids in the commits of running sequences
+
+    def grow(self, seq: Sequence, seq_id: int, upto: int) -> None:
+        """Ask for slots up to this position."""
+        self.wants.appends.append(Append(seq_id, upto))
+        self.growing.append((seq, seq_id))

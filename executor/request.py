@@ -70,6 +70,7 @@ class Sequence:
     known: int = 0  # token ids memd has
     pending: int = 0  # tokens that steps which were granted will draw, not known yet
     held: bool = False  # memd has a table for it
+    lane: int = -1  # its place in `executor.decoding`; while it has one, what is above lags behind
 
     def start_over(self, new_id: int) -> None:
         """Forget all KV: the sequence begins again, under a new name, with the tokens it has."""

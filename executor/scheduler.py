@@ -32,14 +32,16 @@ from itertools import chain, pairwise
 from executor import preempt, tables
 from executor.accept import Bounds, accept, blocks_needed
 from executor.budget import share
-from executor.plan import Drawn, Plan
+from executor.decoding import Decoding, last_position
+from executor.news import News
+from executor.plan import Drawn, Lanes, Plan
 from executor.proposal import Proposal, Wants
 from executor.queue import Habits, Queue
 from executor.request import Group, Sequence, State
 from executor.rows import build, fill
 from wire.errors import Code, Refused
 from wire.generate import Delta, Failed, Submit, TokenLogprobs, TopToken
-from wire.memory import MAX_TOKEN_BYTES, Admit, Admitted, Append, Fork, Granted, Refusal
+from wire.memory import MAX_TOKEN_BYTES, Admit, Admitted, Fork, Granted, Refusal
 
 # Bytes of token ids in one step's admissions. One admission goes whatever its size.
 ADMISSION_BYTES = MAX_TOKEN_BYTES // 2
@@ -48,8 +50,6 @@ ADMISSION_BYTES = MAX_TOKEN_BYTES // 2
 COMMIT_BYTES = MAX_TOKEN_BYTES // 2
 # Steps in a row the only running request may be refused a block before it is failed.
 STARVED_STEPS = 64
-
-Deltas = list[tuple[bytes, Delta]]  # with the gateway each is for
 
 
 @dataclass(slots=True)
@@ -71,6 +71,8 @@ class Scheduler:
         self.running: list[Group] = []  # in (priority, arrival) order, as is the queue
         self.now = 0.0  # seconds; set by the engine, which has the clock
         self.counters = Counters()
+        self._decoding = Decoding(bounds.block_size)
+        self._apart: list[Group] = []  # running, with members that stand in no lane; in order
         self._failures: list[tuple[bytes, Failed]] = []
         self._groups: dict[tuple[bytes, int], Group] = {}
         self._sequences: dict[int, Sequence] = {}  # unfinished ones, by memd's name
@@ -149,6 +151,11 @@ class Scheduler:
     def sequences_running(self) -> int:
         return sum(len(group.live) for group in self.running)
 
+    def catch_up(self) -> None:
+        """Bring the tokens and counters of all running sequences up to date, for who looks at them from
+        outside: those in lanes lag behind."""
+        self._decoding.catch_up()
+
     # ------------------------------------------------------------ the three calls of a step
 
     def propose(self, fills: bool = False) -> Proposal:
@@ -167,13 +174,16 @@ class Scheduler:
             self._propose_waiting(proposal, available - len(wants.appends))
         return proposal
 
-    def update(self, plan: Plan, drawn: list[Drawn]) -> Deltas:
+    def update(self, plan: Plan, drawn: list[Drawn]) -> News:
         """Take in what a plan computed: tokens, and who is finished.
 
+        Args:
+            drawn: of every draw of the plan, lanes first; empty if it was lost.
+
         Returns:
-            New tokens, in the order of `drawn`. Requests that failed are in `take_failures`.
+            New tokens. Requests that failed are in `take_failures`.
         """
-        sequences = self._sequences
+        sequences, news = self._sequences, News()
         for result in drawn:
             if result.token < 0 and (seq := sequences.get(result.seq)) is not None:
                 # Its KV of this step is suspect too, so it is freed without a commit of it.
@@ -182,15 +192,17 @@ class Scheduler:
                     Code.NOT_NUMBERS,
                     "the model's output was not a number (NaN or infinity) for this request",
                 )
-        for row in plan.rows:
+        if plan.lanes is not None and drawn:
+            self._update_lanes(plan.lanes, drawn, news)
+            drawn = drawn[len(plan.lanes) :]
+        for row in plan.others:
             if (seq := sequences.get(row.seq)) is not None:
                 seq.written = row.start + len(row.tokens)
-        deltas: Deltas = []
         for result in drawn:
             if (seq := sequences.get(result.seq)) is not None:
-                deltas.append((seq.group.peer, self._take(seq, result)))
-        self.counters.generated_tokens += len(deltas)
-        return deltas
+                news.add(seq.group.peer, self._take(seq, result))
+        self.counters.generated_tokens += news.count
+        return news
 
     def may_settle(self, granted: Granted) -> bool:
         """Whether `settle` may come before `update`: whom to preempt depends on who is finished by then."""
@@ -201,8 +213,12 @@ class Scheduler:
 
     def complete(self, plan: Plan) -> Plan:
         """A plan that was settled before `update`, with the tokens of that; the same one if nobody ended."""
-        rows = fill(plan.rows, self._sequences)
-        return plan if rows is plan.rows else Plan(plan.number, rows, plan.copies)
+        others, lanes = fill(plan.others, self._sequences), plan.lanes
+        if lanes is not None:
+            lanes = self._decoding.complete(lanes)
+        if others is plan.others and lanes is plan.lanes:
+            return plan
+        return Plan(plan.number, others, plan.copies, lanes)
 
     def settle(self, proposal: Proposal, granted: Granted) -> Plan:
         """Turn memd's answer into the plan to run, and preempt if memory ran out."""
@@ -214,12 +230,19 @@ class Scheduler:
         rows = [entry for entry in proposal.rows if entry[1] not in refused]
         rows += self._enter(proposal, granted.admitted)
         self._make_room(proposal, refused)
-        return Plan(granted.number, build(rows, refused, self._sequences), granted.copies)
+        for change in granted.changes:
+            if (seq := self._sequences.get(change.seq)) is not None and seq.lane >= 0:
+                self._decoding.moved(seq)
+        self._stop_stuck(refused)
+        lanes = self._decoding.step(proposal.joined)
+        others = build(rows, refused, self._sequences)
+        return Plan(granted.number, others, granted.copies, lanes)
 
     # ------------------------------------------------------------ when things go wrong
 
     def memory_lost(self) -> None:
         """memd has forgotten everything: all requests go back to the queue with the tokens they have."""
+        self._decoding.lost()
         for group in list(self.running):
             self._preempt(group, "memory daemon lost")
         self._leaving, self._leaving_bytes, self._freed_blocks = Wants(), 0, 0
@@ -227,6 +250,7 @@ class Scheduler:
 
     def step_lost(self, plan: Plan) -> None:
         """A plan ran out of the device's memory: fail its largest request, recompute all others."""
+        self._decoding.lost()
         groups = {s.group for row in plan.rows if (s := self._sequences.get(row.seq)) is not None}
         if groups:
             largest = max(groups, key=lambda g: (sum(len(s.tokens) for s in g.live), g.order))
@@ -243,44 +267,89 @@ class Scheduler:
 
     def _propose_running(self, proposal: Proposal) -> int:
         """Rows and appends of running groups; returns the token budget that is left."""
-        size = self.bounds.block_size
-        commits, appends = proposal.wants.commits, proposal.wants.appends
-        rows, growing = proposal.rows, proposal.growing
+        decoding, rows = self._decoding, proposal.rows
+        # Lanes are for steps with room for all that flow: else who does is decided anew in every step.
+        most = self.bounds.step_tokens
+        if fit := self.bounds.sequences <= most or self.sequences_running <= most:
+            for seq in decoding.due():
+                if decoding.position(seq) >= last_position(seq):
+                    self._leave(seq)  # the token being drawn is its last
+                else:
+                    self._look_after(seq, proposal)
+        elif decoding:
+            decoding.dissolve()
+            self._apart = self.running.copy()
         ends: list[int] = []  # of each group with rows: how many there are up to its last one
-        total = committed = 0
-        for group in self.running:
+        total = 0
+        apart: list[Group] = []
+        for group in self._apart:
             if not group.together:
                 self._propose_forks(group, proposal)
-            limit = group.limit
             before = len(rows)
             for seq in group.live if group.together else group.live[:1]:
-                if seq.written // size > seq.committed // size and committed < COMMIT_BYTES:
-                    commit = seq.commit(size)
-                    if commit is not None:
-                        commits.append(commit)
-                        committed += len(commit.tokens)
-                if seq.pending:
-                    if len(seq.output) + 1 >= limit:
-                        continue  # the token being drawn is its last: nothing follows
-                    want = len(seq.tokens) + 1 - seq.computed
-                else:
-                    ready = len(seq.tokens) if group.together else len(group.prompt)
-                    want = ready - seq.computed
+                if seq.lane >= 0:
+                    continue
+                want = self._wanted(seq)
+                if want == 1 and fit and decoding.takes(seq):
+                    decoding.join(seq)
+                    proposal.joined.append(seq)
+                    self._look_after(seq, proposal)
+                    continue
+                self._commit(seq, proposal)
                 if want > 0:
                     rows.append((seq, seq.id, want))
                     total += want
             if len(rows) > before:
                 ends.append(len(rows))
-        left = self.step_tokens - total
+            if not group.together or any(seq.lane < 0 for seq in group.live):
+                apart.append(group)
+        self._apart = apart
+        left = self.step_tokens - len(decoding) - total
         if left < 0:
-            rows = proposal.rows = self._shared(rows, ends)
             left = 0
+            if rows:
+                rows = proposal.rows = self._shared(rows, ends)
         for seq, seq_id, count in rows:
-            upto = seq.computed + count
-            if upto > seq.room:
-                appends.append(Append(seq_id, upto))
-                growing.append((seq, seq_id))
+            if seq.computed + count > seq.room:
+                proposal.grow(seq, seq_id, seq.computed + count)
         return left
+
+    def _wanted(self, seq: Sequence) -> int:
+        """Tokens it could have computed in the next step."""
+        group = seq.group
+        if seq.pending:
+            if len(seq.output) + 1 >= group.limit:
+                return 0  # the token being drawn is its last: nothing follows
+            return len(seq.tokens) + 1 - seq.computed
+        return (len(seq.tokens) if group.together else len(group.prompt)) - seq.computed
+
+    def _commit(self, seq: Sequence, proposal: Proposal) -> bool:
+        """Tell memd of full blocks; False if there is no more space for it in this step."""
+        size, wants = self.bounds.block_size, proposal.wants
+        if seq.written // size > seq.committed // size:
+            if proposal.committed >= COMMIT_BYTES:
+                return False
+            commit = seq.commit(size)
+            if commit is not None:
+                wants.commits.append(commit)
+                proposal.committed += len(commit.tokens)
+        return True
+
+    def _look_after(self, seq: Sequence, proposal: Proposal) -> None:
+        """What a sequence in a lane asks of memd in the next step."""
+        decoding = self._decoding
+        decoding.sync(seq)
+        done = self._commit(seq, proposal)
+        end = decoding.position(seq) + 1
+        if end > seq.room:
+            proposal.grow(seq, seq.id, end)
+        decoding.plan_ahead(seq, again=not done)
+
+    def _leave(self, seq: Sequence) -> None:
+        """From its lane; its group goes on."""
+        self._decoding.leave(seq)
+        if seq.group not in self._apart:
+            insort(self._apart, seq.group, key=lambda g: g.order)
 
     def _shared(
         self, rows: list[tuple[Sequence, int, int]], ends: list[int]
@@ -288,9 +357,12 @@ class Scheduler:
         """Rows that want more tokens than a step may have, cut down to it; `ends`: where each group's end."""
         counts = [count for _, _, count in rows]
         wants = [counts[start:end] for start, end in pairwise([0, *ends])]
-        # Steps may have become slow, but a stream that flows is not stopped for it.
+        # Steps may have become slow, but a stream that flows is not stopped for it, and nobody who came
+        # first is stopped by those in lanes.
         flowing = sum(len(group) for group in wants if max(group) == 1)
-        budget = max(self.step_tokens, min(flowing, self.bounds.step_tokens))
+        lanes, most = len(self._decoding), self.bounds.step_tokens
+        least = max(flowing, len(wants[0])) if lanes else flowing
+        budget = max(self.step_tokens - lanes, min(least, most - lanes))
         given = chain.from_iterable(share(wants, budget))
         return [
             (seq, name, count) for (seq, name, _), count in zip(rows, given, strict=True) if count
@@ -346,14 +418,30 @@ class Scheduler:
         return need + self.sequences_running // 2
 
     def _fills(self) -> bytes:
-        pairs: list[int] = []
-        for group in self.running:
+        pairs = self._decoding.fills()
+        for group in self._apart:
             for seq in group.live:
-                if seq.held:
+                if seq.held and seq.lane < 0:
                     pairs += (seq.id, seq.computed)
         return struct.pack(f"<{len(pairs)}Q", *pairs)
 
     # ------------------------------------------------------------ update, in parts
+
+    def _update_lanes(self, lanes: Lanes, drawn: list[Drawn], news: News) -> None:
+        decoding, sequences = self._decoding, self._sequences
+        names, tokens = lanes.members.names, [drawn[lane].token for lane in range(len(lanes))]
+        if decoding.may_end(tokens):
+            for name, token in zip(names, tokens, strict=True):
+                seq = sequences.get(name)
+                if seq is not None and seq.lane >= 0 and token in seq.group.stops:
+                    self._leave(seq)
+        odd = [] if decoding.same(lanes) else decoding.strangers(lanes)
+        decoding.take(lanes, tokens)
+        for place in odd:
+            if (seq := sequences.get(names[place])) is not None:
+                seq.written = lanes.starts[place] + 1
+                news.add(seq.group.peer, self._take(seq, drawn[place]))
+        news.add_lanes(lanes, tokens, odd)
 
     def _take(self, seq: Sequence, result: Drawn) -> Delta:
         group, token = seq.group, result.token
@@ -403,7 +491,8 @@ class Scheduler:
             group.move(State.RUNNING, f"admitted with {entry.computed} of {tokens} tokens cached")
             self.waiting.remove(group)
             self.waiting.note(group, None, 0)
-            insort(self.running, group, key=lambda g: g.order)
+            for groups in (self.running, self._apart):
+                insort(groups, group, key=lambda g: g.order)
             group.together = len(group.live) == 1
             if not group.restarted:
                 group.cached = min(entry.computed, len(group.prompt))
@@ -421,6 +510,14 @@ class Scheduler:
                 rows.append((lead, lead_id, count))
                 left -= count
         return rows
+
+    def _stop_stuck(self, refused: dict[int, Refusal]) -> None:
+        """Who got no block has no row in this step, nor has its group: so they leave their lanes."""
+        for seq_id in refused:
+            if (seq := self._sequences.get(seq_id)) is not None:
+                for member in seq.group.live:
+                    if member.lane >= 0:
+                        self._leave(member)
 
     def _make_room(self, proposal: Proposal, refused: dict[int, Refusal]) -> None:
         """Preempt for those who could not grow, and for a newcomer of better priority."""
@@ -487,6 +584,8 @@ class Scheduler:
 
     def _release(self, seq: Sequence, *, commit: bool = True) -> None:
         """Give its blocks back with the next message, after telling memd what in them is written."""
+        if seq.lane >= 0:
+            self._decoding.leave(seq)
         del self._sequences[seq.id]
         if seq.held:
             if commit and self._leaving_bytes < COMMIT_BYTES:
@@ -498,10 +597,15 @@ class Scheduler:
             self._freed_blocks += len(seq.blocks)
             seq.held = False
 
+    def _stop(self, group: Group) -> None:
+        self.running.remove(group)
+        if group in self._apart:
+            self._apart.remove(group)
+
     def _preempt(self, group: Group, why: str) -> None:
         """Take all blocks of a group and queue it again, in its old place, with the tokens it has."""
         group.move(State.PREEMPTED, why)
-        self.running.remove(group)
+        self._stop(group)
         for seq in group.live:
             self._release(seq)
             self._rename(seq)
@@ -513,7 +617,7 @@ class Scheduler:
         if group.state is State.WAITING:
             self.waiting.remove(group)
         else:
-            self.running.remove(group)
+            self._stop(group)
         for seq in group.live:
             self._release(seq, commit=commit)
         group.live = []

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from executor.scheduler import Deltas, Scheduler
+from executor.news import News
+from executor.scheduler import Scheduler
 from wire.clock import PauseClock
 from wire.errors import Code, Refused
 from wire.generate import (
@@ -32,6 +33,7 @@ from wire.generate import (
     Status,
     Submit,
     ToGateway,
+    Tokens,
     Welcome,
 )
 from wire.rpc import PeerGone, PeerSlow, Router
@@ -39,6 +41,7 @@ from wire.rpc import PeerGone, PeerSlow, Router
 log = logging.getLogger(__name__)
 
 SESSION_MS = 3000
+NO_TOKENS = Tokens()
 MOST_BAD_FRAMES = 16  # of one gateway; then its session ends
 
 
@@ -99,18 +102,20 @@ class Server:
             self._every_half_second(awake)
         if self._failed:
             failed, self._failed = self._failed, []
-            self.emit([], failed)
+            self.emit(News(), failed)
 
-    def emit(self, deltas: Deltas, failed: list[tuple[bytes, Failed]]) -> None:
+    def emit(self, news: News, failed: list[tuple[bytes, Failed]]) -> None:
         """Send what a step brought, one message per gateway."""
         events: dict[bytes, tuple[list[Delta], list[Failed]]] = {}
-        for peer, delta in deltas:
+        for peer, delta in news.deltas:
             events.setdefault(peer, ([], []))[0].append(delta)
         for peer, failure in failed:
             events.setdefault(peer, ([], []))[1].append(failure)
-        for peer, parts in events.items():
+        tokens = dict(news.tokens)
+        for peer in events.keys() | tokens.keys():
             if peer in self._sessions:
-                self._send(peer, self._codec.encode(Events(*parts)))
+                parts = events.get(peer, ([], []))
+                self._send(peer, self._codec.encode(Events(*parts, tokens.get(peer, NO_TOKENS))))
 
     def send_status(self) -> None:
         """Tell all gateways how things are, now."""

@@ -12,6 +12,7 @@ import logging
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -219,7 +220,7 @@ class Link:
     # ------------------------------------------------------------ what arrives
 
     def _on_events(self, events: Events) -> None:
-        for delta in events.deltas:
+        for delta in chain(events.deltas, events.tokens.deltas()):
             submission = self._live.get(delta.id)
             if submission is None or delta.index not in submission.open:
                 continue  # aborted meanwhile, or the choice was ended by a stop string

@@ -7,7 +7,9 @@ It runs on the asyncio loop of the test. By default every request is answered at
 from __future__ import annotations
 
 import asyncio
+import struct
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,7 @@ from wire.generate import (
     Submit,
     ToGateway,
     TokenLogprobs,
+    Tokens,
     TopToken,
     Welcome,
 )
@@ -303,7 +306,7 @@ class FakeExecutor:
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
         for peer, events in outgoing.items():
-            self._send(peer, events)
+            self._send(peer, in_columns(events))
 
     def _send(self, peer: bytes, message: ToGateway) -> None:
         if self.silent:
@@ -312,3 +315,21 @@ class FakeExecutor:
             self._router.send(peer, self._codec.encode(message))
         except (PeerGone, PeerSlow):
             self._peers.discard(peer)
+
+
+def in_columns(events: Events) -> Events:
+    """The same, with tokens in columns where a real executor has them: those that come alone and say nothing
+    else, unless their choice has something else to say as well."""
+    seen = Counter((delta.id, delta.index) for delta in events.deltas)
+    plain = [
+        delta
+        for delta in events.deltas
+        if delta == Delta(delta.id, delta.index, delta.tokens[:1])
+        and seen[delta.id, delta.index] == 1
+    ]
+    tokens = Tokens(
+        struct.pack(f"<{len(plain)}Q", *(delta.id for delta in plain)),
+        bytes(delta.index for delta in plain),
+        struct.pack(f"<{len(plain)}I", *(delta.tokens[0] for delta in plain)),
+    )
+    return Events([delta for delta in events.deltas if delta not in plain], events.failed, tokens)

@@ -8,6 +8,8 @@ engine step and gateway, and a `Status` twice a second.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -17,7 +19,7 @@ from wire.errors import Code
 from wire.memory import Instance, Number, Tenant, TokenBytes, TokenCount
 from wire.sampling import MAX_CHOICES, Sampling, TokenId
 
-PROTOCOL = (1, 0)
+PROTOCOL = (2, 0)
 MAX_TO_EXECUTOR = 2 << 20  # bytes: one prompt of 256k tokens and its parameters
 MAX_TO_GATEWAY = 64 << 20  # bytes: a Welcome with a large tokenizer
 PING_MS = 1000
@@ -128,11 +130,36 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
+class Tokens(Struct, frozen=True, array_like=True, gc=False):
+    """One more token each of choices that go on: a `Delta` that says nothing else. In columns, because most
+    of what a server sends is this; little-endian."""
+
+    ids: bytes = b""  # [n] uint64
+    indices: bytes = b""  # [n] uint8
+    tokens: bytes = b""  # [n] uint32
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: the columns are not equally long.
+        """
+        count = len(self.indices)
+        if len(self.ids) != 8 * count or len(self.tokens) != 4 * count:
+            raise ValueError("columns of unequal length")
+
+    def deltas(self) -> Iterator[Delta]:
+        """One by one."""
+        ids, tokens = array("Q", self.ids), array("I", self.tokens)
+        for id, index, token in zip(ids, self.indices, tokens, strict=True):
+            yield Delta(id, index, [token])
+
+
 class Events(Struct, frozen=True, array_like=True, tag="events"):
-    """All that one engine step brought for one gateway."""
+    """All that one engine step brought for one gateway. No choice is in both `deltas` and `tokens`."""
 
     deltas: list[Delta] = []
     failed: list[Failed] = []
+    tokens: Tokens = Tokens()
 
 
 class Status(Struct, frozen=True, array_like=True, tag="status"):

@@ -23,8 +23,9 @@ from bench.paper.policies import Paged, Policy, Split, client
 from bench.paper.workload import LONGEST, Request
 from executor.accept import Bounds
 from executor.engine import Engine, Runner
+from executor.news import News
 from executor.plan import Drawn, Plan
-from executor.scheduler import Deltas, Scheduler
+from executor.scheduler import Scheduler
 from executor.server import Server
 from executor.worker import Then, Work, Worker
 from wire.errors import Code
@@ -173,9 +174,9 @@ class Desk:
         self._clock.sleep(wait)
         return False
 
-    def emit(self, deltas: Deltas, failed: list[tuple[bytes, Failed]]) -> None:
+    def emit(self, news: News, failed: list[tuple[bytes, Failed]]) -> None:
         now = self._clock()
-        for _, delta in deltas:
+        for _, delta in news:
             record = self.records[delta.id]
             if not record.tokens:
                 record.first = now
@@ -247,6 +248,7 @@ class Watch:
                 outcome.began = now
             outcome.batched.append(len(running))
             if len(outcome.batched) % SAMPLE_EVERY == 1:
+                self._scheduler.catch_up()
                 outcome.splits.append(self._memory.split(running))
                 tables = [seq.blocks for group in running for seq in group.live]
                 named = sum(map(len, tables))

@@ -199,7 +199,7 @@ class Gateway:
                 self.statuses.append(message)
             case Events():
                 self.events.append(message)
-                for delta in message.deltas:
+                for delta in (*message.deltas, *message.tokens.deltas()):
                     self.texts[delta.id, delta.index] += delta.tokens
                     if delta.finish:
                         self.finished[delta.id, delta.index] = delta.finish

@@ -12,8 +12,8 @@ import pytest
 
 from executor.engine import Wedged
 from executor.memory import Idle, RemoteMemory
+from executor.news import News
 from executor.plan import Plan
-from executor.scheduler import Deltas
 from tests.executor.daemon import Daemon
 from tests.executor.house import Gateway, House
 from tests.fakes import VOCAB, oracle
@@ -91,12 +91,12 @@ def test_a_step_ends_only_after_the_tokens_before_it_went_out_and_memd_was_asked
             assert time.monotonic() < end, "the loop waits for the step first"
             time.sleep(0.001)
 
-    sent: list[Deltas] = []
+    sent: list[News] = []
     emit = house.server.emit
 
-    def look(deltas: Deltas, failed: list[tuple[bytes, Failed]]) -> None:
-        emit(deltas, failed)
-        sent.extend([deltas] if deltas else [])
+    def look(news: News, failed: list[tuple[bytes, Failed]]) -> None:
+        emit(news, failed)
+        sent.extend([news] if news else [])
 
     house.server.emit = look  # type: ignore[method-assign]
     house.runner.broken = wait_for_both

@@ -168,7 +168,7 @@ def test_a_new_session_of_a_gateway_ends_its_old_one(house: House, gateway: Gate
 
 def test_another_major_protocol_is_turned_away_in_words(house: House) -> None:
     gateway = Gateway(house, hello=False)
-    gateway.hello((2, 0))
+    gateway.hello((1, 0))
     assert gateway.gone[0].code is Code.PROTOCOL
     assert "1.0" in gateway.gone[0].message
     assert "2.0" in gateway.gone[0].message

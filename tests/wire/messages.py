@@ -24,6 +24,7 @@ from wire.generate import (
     Status,
     Submit,
     TokenLogprobs,
+    Tokens,
     TopToken,
     Welcome,
 )
@@ -118,7 +119,7 @@ FROM_MEMD = (
     Rejected(B, 7, 42, Code.FENCED, "lease ended: register again"),
 )
 TO_EXECUTOR = (
-    Hello((1, 0), A),
+    Hello((2, 0), A),
     Submit(
         id=5, tokens=IDS, sampling=SAMPLING, n=4, priority=-1, tenant="acme", deadline_ms=30_000
     ),
@@ -127,13 +128,16 @@ TO_EXECUTOR = (
     Bye(),
 )
 TO_GATEWAY = (
-    Welcome((1, 0), B, 3000, CARD),
+    Welcome((2, 0), B, 3000, CARD),
     Events(
         deltas=[
             Delta(5, 3, [9, 2], "stop", 16, [TokenLogprobs(-0.5, [TopToken(9, -0.5)])], 12),
             Delta(6, 0, [7]),
         ],
         failed=[Failed(8, Code.CONTEXT_LENGTH, "prompt has 3000 tokens, the model takes 2048")],
+        tokens=Tokens(
+            struct.pack("<2Q", 9, 2**53 - 1), bytes([0, 15]), struct.pack("<2I", 7, 49151)
+        ),
     ),
     Status(True, False, "", 4, 16, 2, 300, 4095, 54, 40, 900, 1, 5000, 700, 640, 1280, 12),
     Gone(Code.FENCED, "unknown session: say hello again"),

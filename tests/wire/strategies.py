@@ -9,6 +9,8 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from wire.generate import Tokens
+
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
     """Values that the declared type `kind` (a struct, or a union of them) allows."""
@@ -17,6 +19,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
     match info:
+        case inspect.StructType() if info.cls is Tokens:
+            return st.integers(0, 4).flatmap(_columns)
         case inspect.StructType():
             fields = {field.encode_name: _values(field.type) for field in info.fields}
             return st.builds(info.cls, **fields)
@@ -55,6 +59,12 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.TupleType():
             return st.tuples(*map(_values, info.item_types))
     raise NotImplementedError(f"a message field of type {info}: teach this module how to draw one")
+
+
+def _columns(count: int) -> st.SearchStrategy[Tokens]:
+    return st.builds(
+        Tokens, *(st.binary(min_size=size, max_size=size) for size in (8 * count, count, 4 * count))
+    )
 
 
 def depth(levels: int) -> bytes:

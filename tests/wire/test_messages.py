@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.wire.messages import FROM_MEMD, MESSAGES, TO_EXECUTOR, TO_GATEWAY, TO_MEMD, encoded
 from tests.wire.strategies import depth, generic, values
-from wire.generate import GenerateCodec, Submit, ToExecutor, ToGateway
+from wire.generate import Delta, Events, GenerateCodec, Submit, ToExecutor, ToGateway
 from wire.memory import MAX_TOKEN_BYTES, MemoryCodec, Register, Reply, Request, Step
 
 MEMORY, GENERATE = MemoryCodec(), GenerateCodec()
@@ -209,6 +209,18 @@ def test_no_request_value_out_of_bounds_reaches_an_executor(
 ) -> None:
     with pytest.raises(msgspec.ValidationError):
         GENERATE.decode_to_executor(_changed("Submit", place, value))
+
+
+@pytest.mark.parametrize(("column", "value"), [(0, b"\0" * 15), (1, b"\0"), (2, b"\0" * 12)])
+def test_columns_of_unequal_length_are_no_message(column: int, value: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError, match="unequal"):
+        GENERATE.decode_to_gateway(_changed("Events", (3, column), value))
+
+
+def test_tokens_in_columns_are_deltas_of_one_token() -> None:
+    events = MESSAGES["Events"]
+    assert isinstance(events, Events)
+    assert list(events.tokens.deltas()) == [Delta(9, 0, [7]), Delta(2**53 - 1, 15, [49151])]
 
 
 def test_token_ids_travel_as_packed_little_endian_words() -> None:

@@ -1,0 +1,59 @@
+"""What a step brought for gateways: tokens in columns where a token is all there is to say, else deltas."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from executor.plan import Lanes
+from wire.generate import Delta, Tokens
+
+
+@dataclass(slots=True)
+class News:
+    """All with the gateway it is for."""
+
+    deltas: list[tuple[bytes, Delta]] = field(default_factory=list)
+    tokens: list[tuple[bytes, Tokens]] = field(default_factory=list)
+    count: int = 0  # tokens in both
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def __iter__(self) -> Iterator[tuple[bytes, Delta]]:
+        """One token after the other."""
+        for peer, tokens in self.tokens:
+            for delta in tokens.deltas():
+                yield peer, delta
+        yield from self.deltas
+
+    def add(self, peer: bytes, delta: Delta) -> None:
+        self.deltas.append((peer, delta))
+        self.count += 1
+
+    def add_lanes(self, lanes: Lanes, tokens: list[int], without: Sequence[int]) -> None:
+        """The tokens of lanes, but for those at these places."""
+        members = lanes.members
+        peers, ids, choices = members.peers, members.ids, members.choices
+        if not without and peers.count(peers[0]) == len(peers):
+            drawn = array("I", tokens).tobytes()
+            self.tokens.append((peers[0], Tokens(ids, choices, drawn)))
+        else:
+            numbers, gone = array("Q", ids), set(without)
+            places: dict[bytes, list[int]] = {}
+            for place, peer in enumerate(peers):
+                if place not in gone:
+                    places.setdefault(peer, []).append(place)
+            self.tokens += [
+                (
+                    peer,
+                    Tokens(
+                        array("Q", [numbers[place] for place in some]).tobytes(),
+                        bytes([choices[place] for place in some]),
+                        array("I", [tokens[place] for place in some]).tobytes(),
+                    ),
+                )
+                for peer, some in places.items()
+            ]
+        self.count += len(tokens) - len(without)
