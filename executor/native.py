@@ -150,8 +150,9 @@ class NativeRunner:
         self._engine = native.Engine(self._library, model, (self.kv.memory, packed.owned))
         context, vocab = loaded.config.context_length, loaded.config.vocab_size
         self._batches = Batches(block_size, num_blocks, context, vocab)
-        self._logits = torch.empty(0, vocab)
-        self._angles = _angles(loaded.config, 0)
+        # Questions to tensors cost more, between two steps, than all that is asked.
+        self._logits, self._logit_rows = torch.empty(0, vocab), 0
+        self._turn(0)
         self._ready: _Ready | None = None  # what was laid out beforehand
 
     @property
@@ -200,7 +201,7 @@ class NativeRunner:
         """
         batch = self._batches.of(rows)
         batch.logits = batch.tokens
-        batch.ends = batch.kept = list(range(batch.tokens))
+        batch.ends = batch.kept = array("i", range(batch.tokens))
         ready = self._ready_for(Plan(0, list(rows)), batch)
         self._step(ready)
         return ready.logits[: batch.tokens].clone()
@@ -217,37 +218,45 @@ class NativeRunner:
         return self._ready_for(plan, self._batches.of(plan.others, plan.lanes))
 
     def _ready_for(self, plan: Plan, batch: Batch) -> _Ready:
-        if batch.logits > len(self._logits):
+        if batch.logits > self._logit_rows:
             self._logits = torch.empty(batch.logits, self._config.vocab_size)
-        if batch.longest > len(self._angles[0]):
-            self._angles = _angles(self._config, batch.longest)
-        copies = copy_ids(plan.copies, self.kv.num_blocks).ravel() if plan.copies else ()
-        starts, counts, kept = (array("i", of) for of in (batch.starts, batch.counts, batch.kept))
-        tables, copied, ends = batch.addresses, array("i", copies), array("i", batch.ends)
-        drawn = array("b", b"".join(batch.picks))
-        best, picked = room_for(len(ends)), room_for(len(batch.picks))
-        cosines, sines = self._angles
-        step = native.Step(
+            self._logit_rows = batch.logits
+        if batch.longest > self._positions:
+            self._turn(batch.longest)
+        copied = array(
+            "i", copy_ids(plan.copies, self.kv.num_blocks).ravel() if plan.copies else ()
+        )
+        drawn = array("b", batch.packed)
+        best, picked = room_for(len(batch.ends)), room_for(len(batch.positions))
+        cosines, sines = self._angles_at
+        step = native.step_of(
             tokens=batch.tokens,
-            rows=len(starts),
-            outputs=len(ends),
+            rows=len(batch.starts),
+            outputs=len(batch.ends),
             copies=len(plan.copies),
-            starts=address(starts),
-            counts=address(counts),
-            tables=address(tables),
+            starts=address(batch.starts),
+            counts=address(batch.counts),
+            tables=address(batch.addresses),
             copied=address(copied),
-            sampled=address(ends),
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
-            kept=address(kept),
-            logits=self._logits.data_ptr(),
+            sampled=address(batch.ends),
+            cosines=cosines,
+            sines=sines,
+            kept=address(batch.kept),
+            logits=self._logits.data_ptr() if batch.logits else 0,
             best=address(best),
-            draws=len(batch.picks),
+            draws=len(batch.positions),
             drawn=address(drawn),
+            positions=address(batch.positions),
             picked=address(picked),
         )
-        owned = (starts, counts, tables, copied, ends, kept, drawn, self._angles)
+        owned = (copied, drawn, self._angles)
         return _Ready(plan, batch, step, self._logits, best, picked, owned)
+
+    def _turn(self, positions: int) -> None:
+        """Have angles for so many positions."""
+        self._angles = cosines, sines = _angles(self._config, positions)
+        self._positions = len(cosines)
+        self._angles_at = cosines.data_ptr(), sines.data_ptr()
 
     def _step(self, ready: _Ready) -> None:
         """Put in the tokens, and go."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from executor.checks import check_range, check_span
 from executor.plan import Draw, Drawn, Lanes, Members, Row
-from executor.sampler import is_plain, uniform
+from executor.sampler import is_plain, stream
 from kernels.cpu import native
 from wire.memory import NULL_BLOCK
 from wire.sampling import Sampling
@@ -54,17 +54,17 @@ class Batch:
     lanes: Sequence[int] = ()  # their sequences
     makers: Sequence[int] = ()  # who makes their draws: GREEDY or PICKED
     tokens: int = 0
-    starts: list[int] = field(default_factory=list)  # [rows]
-    counts: list[int] = field(default_factory=list)  # [rows]
+    starts: Ints = field(default_factory=lambda: array("i"))  # [rows]
+    counts: Ints = field(default_factory=lambda: array("i"))  # [rows]
     addresses: Ints = field(default_factory=lambda: array("Q"))  # [rows] of their tables
     held: list[object] = field(default_factory=list)  # what must stay as long as the batch: tables
     longest: int = 0  # positions of the longest sequence
-    ends: list[int] = field(
-        default_factory=list
-    )  # of each row with draws: flat index of its last token
-    kept: list[int] = field(default_factory=list)  # [ends]: its row of logits, -1 if none is wanted
+    # Of each row with draws: flat index of its last token, and its row of logits, -1 if none is wanted.
+    ends: Ints = field(default_factory=lambda: array("i"))
+    kept: Ints = field(default_factory=lambda: array("i"))
     logits: int = 0  # rows of them
-    picks: list[bytes] = field(default_factory=list)  # `native.DRAW` of each the step makes
+    packed: bytes = b""  # `native.DRAW` of each draw the step makes
+    positions: Ints = field(default_factory=lambda: array("i"))  # [those], of the tokens drawn
     draws: list[tuple[int, int, Draw]] = field(
         default_factory=list
     )  # of other rows: who draws, from which of `ends`
@@ -100,7 +100,7 @@ class Batch:
 
 @dataclass(slots=True)
 class _Known:
-    """The lanes of the last step."""
+    """The lanes of the last step. Arrays are replaced when they change: a step may be running with them."""
 
     members: Members
     shown: list[list[int]]  # [lanes] tables as the plan had them
@@ -108,8 +108,11 @@ class _Known:
     addresses: Ints
     rooms: list[int]  # [lanes] positions there are
     makers: list[int]
-    kept: list[int]
+    counts: Ints
+    ends: Ints
+    kept: Ints
     picks: list[int]  # places of lanes whose draw the step makes
+    packed: bytes  # `native.DRAW` of each
 
 
 class Batches:
@@ -130,13 +133,59 @@ class Batches:
         Raises:
             ValueError: a block or position is out of range, or a table is too short.
         """
-        size, context, known = self._block_size, self._context, self._tables
-        batch = Batch()
+        batch = Batch() if lanes is None else self._of_lanes(lanes)
+        if rows:
+            self._add_rows(batch, rows)
+        elif self._tables:
+            self._tables = {}
+        self._latest = batch
+        return batch
+
+    def ids(self, rows: Sequence[Row], lanes: Lanes | None = None) -> Ints:
+        """Token ids of all rows.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        ids = [token for row in rows for token in row.tokens]
         if lanes is not None:
-            self._add_lanes(batch, lanes)
-        starts, counts, tables = batch.starts, batch.counts, []
+            ids = lanes.tokens + ids
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab):
+            check_range("token", np.array(ids), 0, self._vocab)
+        return array("i", ids)
+
+    def _of_lanes(self, lanes: Lanes) -> Batch:
+        known = self._known
+        if known is None or known.members is not lanes.members:
+            known = self._known = self._know(lanes)
+        elif known.shown is not lanes.tables:
+            self._change(known, lanes)
+        starts, picks = lanes.starts, known.picks
+        if min(starts) < 0 or any(map(le, known.rooms, starts)):
+            for row in lanes.rows():
+                check_span(row, len(row.blocks), self._block_size, self._context)
+        return Batch(
+            lanes.members.names,
+            known.makers,
+            len(starts),
+            array("i", starts),
+            known.counts,
+            known.addresses,
+            [known],
+            max(starts) + 1,
+            known.ends,
+            known.kept,
+            len(picks),
+            known.packed,
+            array("i", [starts[place] + 1 for place in picks]),
+        )
+
+    def _add_rows(self, batch: Batch, rows: Sequence[Row]) -> None:
+        size, context, known = self._block_size, self._context, self._tables
+        starts, counts, ends, kept = [], [], array("i"), array("i")
+        tables: list[Table] = []
         current: dict[int, Table] = {}
-        flat, longest = batch.tokens, batch.longest
+        flat, longest, before = batch.tokens, batch.longest, len(batch.ends)
         for row in rows:
             seq, start, blocks, draws = row.seq, row.start, row.blocks, row.draws
             count = len(row.tokens)
@@ -154,52 +203,15 @@ class Batches:
             if end > longest:
                 longest = end
             if draws:
-                _add_draws(batch, flat - 1, draws, table)
+                kept.append(_add_draws(batch, before + len(ends), draws, table))
+                ends.append(flat - 1)
         batch.tokens, batch.longest = flat, longest
-        if rows:
-            batch.addresses = batch.addresses + array("Q", [table.address for table in tables])
-            batch.held += tables
+        batch.starts += array("i", starts)
+        batch.counts = batch.counts + array("i", counts)
+        batch.addresses = batch.addresses + array("Q", [table.address for table in tables])
+        batch.ends, batch.kept = batch.ends + ends, batch.kept + kept
+        batch.held += tables
         self._tables = current
-        self._latest = batch
-        return batch
-
-    def ids(self, rows: Sequence[Row], lanes: Lanes | None = None) -> Ints:
-        """Token ids of all rows.
-
-        Raises:
-            ValueError: one is out of range.
-        """
-        ids = [token for row in rows for token in row.tokens]
-        if lanes is not None:
-            ids = lanes.tokens + ids
-        if ids and (min(ids) < 0 or max(ids) >= self._vocab):
-            check_range("token", np.array(ids), 0, self._vocab)
-        return array("i", ids)
-
-    def _add_lanes(self, batch: Batch, lanes: Lanes) -> None:
-        known = self._known
-        if known is None or known.members is not lanes.members:
-            known = self._known = self._know(lanes)
-        elif known.shown is not lanes.tables:
-            self._change(known, lanes)
-        count, starts = len(lanes), lanes.starts
-        if min(starts) < 0 or any(map(le, known.rooms, starts)):
-            for row in lanes.rows():
-                check_span(row, len(row.blocks), self._block_size, self._context)
-        batch.lanes, batch.makers = known.members.names, known.makers
-        batch.tokens, batch.longest = count, max(starts) + 1
-        batch.starts = starts.copy()
-        batch.counts = [1] * count
-        batch.addresses = known.addresses
-        batch.held.append(known)
-        batch.ends, batch.kept = list(range(count)), known.kept.copy()
-        batch.logits = len(known.picks)
-        if known.picks:
-            choices, samplings = lanes.members.choices, lanes.members.samplings
-            batch.picks = [
-                _packed(row, samplings[lane], choices[lane], starts[lane] + 1)
-                for row, lane in enumerate(known.picks)
-            ]
 
     def _know(self, lanes: Lanes) -> _Known:
         members, before = lanes.members, self._known
@@ -210,12 +222,31 @@ class Batches:
             tables.append(table if table and table.blocks is blocks else self._table(blocks))
         makers = [_maker(sampling) for sampling in members.samplings]
         picks = [place for place, maker in enumerate(makers) if maker == PICKED]
-        kept = [-1] * len(makers)
+        kept = array("i", [-1] * len(makers))
         for row, place in enumerate(picks):
             kept[place] = row
+        packed = b"".join(
+            [
+                _packed(row, members.samplings[place], members.choices[place])
+                for row, place in enumerate(picks)
+            ]
+        )
         addresses = array("Q", [table.address for table in tables])
         rooms = [self._room(blocks) for blocks in lanes.tables]
-        return _Known(members, lanes.tables, tables, addresses, rooms, makers, kept, picks)
+        counts, ends = array("i", [1] * len(makers)), array("i", range(len(makers)))
+        return _Known(
+            members,
+            lanes.tables,
+            tables,
+            addresses,
+            rooms,
+            makers,
+            counts,
+            ends,
+            kept,
+            picks,
+            packed,
+        )
 
     def _change(self, known: _Known, lanes: Lanes) -> None:
         """Some tables are other ones."""
@@ -238,8 +269,9 @@ class Batches:
         return Table(blocks, ids, address(ids))
 
 
-def _add_draws(batch: Batch, end: int, draws: Sequence[Draw], table: Table) -> None:
-    """Those of a row whose last token is at `end`. Sampling is looked at once, and not in every step."""
+def _add_draws(batch: Batch, index: int, draws: Sequence[Draw], table: Table) -> int:
+    """Those of a row, the one at `index` of all with draws; returns its row of logits, -1 if none is wanted.
+    Sampling is looked at once, and not in every step."""
     row = -1
     for draw in draws:
         if draw.sampling is not table.sampling:
@@ -248,10 +280,10 @@ def _add_draws(batch: Batch, end: int, draws: Sequence[Draw], table: Table) -> N
         if maker != GREEDY and row < 0:
             row, batch.logits = batch.logits, batch.logits + 1
         if maker == PICKED:
-            batch.picks.append(_packed(row, draw.sampling, draw.choice, draw.position))
-        batch.draws.append((maker, len(batch.ends), draw))
-    batch.ends.append(end)
-    batch.kept.append(row)
+            batch.packed += _packed(row, draw.sampling, draw.choice)
+            batch.positions.append(draw.position)
+        batch.draws.append((maker, index, draw))
+    return row
 
 
 def _maker(sampling: Sampling) -> int:
@@ -260,9 +292,13 @@ def _maker(sampling: Sampling) -> int:
     return GREEDY if sampling.temperature <= 0 else PICKED
 
 
-def _packed(row: int, sampling: Sampling, choice: int, position: int) -> bytes:
+def _packed(row: int, sampling: Sampling, choice: int) -> bytes:
     """A draw as the step reads it, from this row of logits."""
-    point = uniform(sampling.seed, choice, position)
     return native.pack_draw(
-        row, sampling.top_k, sampling.temperature, sampling.top_p, sampling.min_p, point
+        row,
+        sampling.top_k,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        stream(sampling.seed, choice),
     )

@@ -14,11 +14,19 @@ struct Draw {
     i64 row;  // of the logits
     i64 top_k;  // 0: all
     double temperature, top_p, min_p;
-    double point;  // in [0, 1)
+    u64 stream;  // of random numbers, which the sequence's own positions count
 };
 }
 
 namespace {
+
+// A number in [0, 1): of SplitMix64 (Steele, Lea and Flood, OOPSLA'14), at any place of its sequence at once.
+inline double uniform(u64 stream, u64 position) {
+    u64 z = stream + (position + 1) * 0x9E3779B97F4A7C15;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+    return (double)((z ^ (z >> 31)) >> 11) * 0x1p-53;
+}
 
 class Candidates {
   public:
@@ -30,10 +38,11 @@ class Candidates {
         sorted.reserve(vocab);
     }
 
-    // The token that `draw` takes from `row`, or -1 if a logit is not finite.
-    i32 pick(const float* row, size_t vocab, const Draw& draw) {
+    // The token that `draw` takes from `row` at this position of its sequence, or -1 if a logit is not finite.
+    i32 pick(const float* row, size_t vocab, const Draw& draw, i32 position) {
         if (!measure(row, vocab, draw.temperature)) return -1;
-        return draw.top_k ? among_best(draw) : among_all(draw);
+        const double point = uniform(draw.stream, position);
+        return draw.top_k ? among_best(draw, point) : among_all(draw, point);
     }
 
   private:
@@ -131,7 +140,7 @@ class Candidates {
         return place;
     }
 
-    i32 among_all(const Draw& draw) {
+    i32 among_all(const Draw& draw, double point) {
         double mass = total;
         if (draw.top_p < 1) mass = past(std::nextafter(draw.top_p * total, 0.0)).mass;
         if (draw.min_p > 0) {
@@ -141,11 +150,11 @@ class Candidates {
             mass = std::min(mass, enough);
         }
         // Never the end itself, which rounding may reach: behind it lie candidates of no mass.
-        const Place place = past(std::min(draw.point * mass, std::nextafter(mass, 0.0)));
+        const Place place = past(std::min(point * mass, std::nextafter(mass, 0.0)));
         return place.weight >= draw.min_p ? place.token : past(0).token;
     }
 
-    i32 among_best(const Draw& draw) {
+    i32 among_best(const Draw& draw, double point) {
         u32 counts[STEPS] = {};
         for (size_t i = 0; i < size; i++) counts[steps[i]]++;
         int end = 0;
@@ -160,7 +169,7 @@ class Candidates {
             if (kept && (weight < draw.min_p || (draw.top_p < 1 && mass >= draw.top_p * whole))) break;
             mass += weight;
         }
-        const double goal = std::min(draw.point * mass, std::nextafter(mass, 0.0));
+        const double goal = std::min(point * mass, std::nextafter(mass, 0.0));
         double before = 0;
         for (size_t i = 0; i < kept; i++)
             if ((before += weights[sorted[i].second]) > goal) return sorted[i].second;

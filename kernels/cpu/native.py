@@ -109,11 +109,45 @@ class Step(Structure):
         ("best", c_void_p),
         ("draws", c_int64),
         ("drawn", c_void_p),
+        ("positions", c_void_p),
         ("picked", c_void_p),
     )
 
 
-# One draw from a row of logits, as the step reads it. top_k 0 keeps all; `point` is in [0, 1).
+_STEP = struct.Struct("=4q11Qq3Q")  # its fields, in order
+
+
+def step_of(
+    *,
+    tokens: int,
+    rows: int,
+    outputs: int,
+    copies: int,
+    starts: int,
+    counts: int,
+    tables: int,
+    copied: int,
+    sampled: int,
+    cosines: int,
+    sines: int,
+    kept: int,
+    logits: int,
+    best: int,
+    draws: int,
+    drawn: int,
+    positions: int,
+    picked: int,
+) -> Step:
+    """A step that lacks its `ids`. (To set field by field takes six times as long.)"""
+    return Step.from_buffer_copy(
+        _STEP.pack(
+            tokens, rows, outputs, copies, 0, starts, counts, tables, copied, sampled, cosines, sines,
+            kept, logits, best, draws, drawn, positions, picked,
+        )
+    )  # fmt: skip
+
+
+# One draw from a row of logits, as the step reads it. top_k 0 keeps all; `stream`: see `executor.sampler`.
 DRAW = np.dtype(
     [
         ("row", np.int64),
@@ -121,10 +155,10 @@ DRAW = np.dtype(
         ("temperature", np.float64),
         ("top_p", np.float64),
         ("min_p", np.float64),
-        ("point", np.float64),
+        ("stream", np.uint64),
     ]
 )
-pack_draw = struct.Struct("=qqdddd").pack  # one of them
+pack_draw = struct.Struct("=qqdddQ").pack  # one of them
 
 
 def huge(nbytes: int) -> Bytes:
@@ -184,7 +218,7 @@ class Library:
         loaded.pk_packed_groups.restype = c_int64
         loaded.pk_pack_groups.argtypes = [*[c_void_p] * 4, *[c_int64] * 4]
         loaded.pk_pack_groups.restype = None
-        loaded.pk_pick.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p]
+        loaded.pk_pick.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p]
         loaded.pk_pick.restype = c_int32
         loaded.pk_start.argtypes = [POINTER(Model)]
         loaded.pk_start.restype = c_void_p
@@ -257,19 +291,22 @@ class Library:
         )
         return out
 
-    def pick(self, logits: Floats, draws: NDArray[np.void]) -> NDArray[np.int32]:
+    def pick(
+        self, logits: Floats, draws: NDArray[np.void], positions: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
         """[draws]: the token of each, as a step would draw it; -1 where a row is not finite.
 
         Args:
             logits: [rows, vocab], contiguous.
             draws: [draws] of `DRAW`.
+            positions: [draws], of the tokens drawn.
 
         Raises:
             MemoryError: there was none.
         """
         tokens = np.empty(len(draws), np.int32)
-        arrays = (logits.ctypes.data, logits.shape[1], draws.ctypes.data, len(draws))
-        if self._loaded.pk_pick(*arrays, tokens.ctypes.data):
+        addresses = (draws.ctypes.data, positions.ctypes.data, len(draws), tokens.ctypes.data)
+        if self._loaded.pk_pick(logits.ctypes.data, logits.shape[1], *addresses):
             raise MemoryError(f"no memory for draws from {logits.shape[1]} tokens")
         return tokens
 

@@ -66,6 +66,7 @@ struct Step {
     i32* best;                       // [outputs]: likeliest token, -1 if a logit is not finite
     i64 draws;
     const Draw* drawn;               // [draws], from rows of `logits`
+    const i32* positions;            // [draws], of the tokens drawn
     i32* picked;                     // [draws]
 };
 }
@@ -514,7 +515,8 @@ class Engine {
 
     void draw(int t, size_t index) {
         const Draw& draw = s.drawn[index];
-        s.picked[index] = scratch[t].candidates.pick(s.logits + draw.row * m.vocab, m.vocab, draw);
+        const float* row = s.logits + draw.row * m.vocab;
+        s.picked[index] = scratch[t].candidates.pick(row, m.vocab, draw, s.positions[index]);
     }
 
     // Whole blocks, all layers. No target is a source, and none is a target twice.
@@ -1070,12 +1072,13 @@ PUBLIC i32 pk_step(void* engine, const Step* step) {
 }
 
 // Draws alone, on this thread. 0, or 1 when there is no memory.
-PUBLIC i32 pk_pick(const float* logits, i64 vocab, const Draw* draws, i64 count, i32* picked) {
+PUBLIC i32 pk_pick(const float* logits, i64 vocab, const Draw* draws, const i32* positions, i64 count,
+                   i32* picked) {
     try {
         Candidates candidates;
         candidates.reserve(vocab);
         for (i64 i = 0; i < count; i++)
-            picked[i] = candidates.pick(logits + draws[i].row * vocab, vocab, draws[i]);
+            picked[i] = candidates.pick(logits + draws[i].row * vocab, vocab, draws[i], positions[i]);
         return 0;
     } catch (...) {
         return 1;

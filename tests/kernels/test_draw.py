@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from executor.plan import Draw
-from executor.sampler import sample, uniform
+from executor.sampler import sample, stream
 from kernels.cpu import native
 from kernels.cpu.features import Variant, usable
 from wire.sampling import Sampling
@@ -25,11 +25,12 @@ def picked(variant: Variant, logits: NDArray[np.float32], draws: list[Draw]) -> 
             draw.sampling.temperature,
             draw.sampling.top_p,
             draw.sampling.min_p,
-            uniform(draw.sampling.seed, draw.choice, draw.position),
+            stream(draw.sampling.seed, draw.choice),
         )
         for row, draw in enumerate(draws)
     ]
-    tokens = native.load(variant).pick(logits, np.array(rows, native.DRAW))
+    positions = np.array([draw.position for draw in draws], np.int32)
+    tokens = native.load(variant).pick(logits, np.array(rows, native.DRAW), positions)
     return [int(token) for token in tokens]
 
 
