@@ -237,12 +237,13 @@ def main(argv: Sequence[str] | None = None, loaded: LoadedModel | None = None) -
     print(
         "streams  temperature   gap ms: median  p10   p90    step ms  gap's share   CPU ms beside it"
     )
-    for (streams, temperature), gaps in probe.gaps.items():
+    for load in loads:
+        if len(gaps := probe.gaps[load]) < 2:
+            sys.exit(f"{load[0]} streams never decoded together: ask for more --steps")
         tenths = quantiles(gaps, n=10)
-        load = streams, temperature
         gap, step = 1000 * median(gaps), 1000 * median(probe.steps[load])
         print(
-            f"{streams:7}  {temperature:11.0f}          {gap:6.2f} {1000 * tenths[0]:6.2f} "
+            f"{load[0]:7}  {load[1]:11.0f}          {gap:6.2f} {1000 * tenths[0]:6.2f} "
             f"{1000 * tenths[-1]:6.2f}     {step:6.2f}  {gap / (gap + step):10.1%}   "
             f"{1000 * fmean(probe.costs[load]):16.2f}"
         )

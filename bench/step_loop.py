@@ -16,7 +16,7 @@ from collections import defaultdict
 from executor.plan import Drawn, Plan
 from executor.worker import Worker
 from tests.executor.driver import Driver
-from wire.generate import Delta, Events, GenerateCodec
+from wire.generate import Events, GenerateCodec
 
 ROUNDS, STEPS = 12, 50
 
@@ -53,15 +53,15 @@ def measure(streams: int) -> dict[str, float]:
             memory.ask(proposal.wants)
             drawn = driver.runner.run(driver.plan)
             started = clock()
-            deltas = scheduler.update(driver.plan, drawn)
+            news = scheduler.update(driver.plan, drawn)
             spent["update"] += clock() - started
             granted = memory.answer(lambda: None)
             started = clock()
             driver.plan = scheduler.settle(proposal, granted)
             spent["settle"] += clock() - started
             started = clock()
-            events: list[Delta] = [delta for _, delta in deltas]
-            encode(Events(events))
+            for _, tokens in news.tokens:
+                encode(Events(tokens=tokens))
             spent["emit"] += clock() - started
         if not best or sum(spent.values()) < sum(best.values()):
             best = dict(spent)

@@ -157,6 +157,12 @@ class Decoding:
                 found.append(seq)
         return found
 
+    def written(self, seq: Sequence) -> int:
+        """What its counter of that name is, or will be after `sync`."""
+        if self._since[seq.lane] < self._taken:
+            return self._offsets[seq.lane] + self._taken
+        return seq.written
+
     def position(self, seq: Sequence) -> int:
         """Of its next row."""
         return self._offsets[seq.lane] + self._granted

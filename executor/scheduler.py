@@ -337,9 +337,11 @@ class Scheduler:
 
     def _look_after(self, seq: Sequence, proposal: Proposal) -> None:
         """What a sequence in a lane asks of memd in the next step."""
-        decoding = self._decoding
-        decoding.sync(seq)
-        done = self._commit(seq, proposal)
+        decoding, size = self._decoding, self.bounds.block_size
+        done = True
+        if decoding.written(seq) // size > seq.committed // size:
+            decoding.sync(seq)
+            done = self._commit(seq, proposal)
         end = decoding.position(seq) + 1
         if end > seq.room:
             proposal.grow(seq, seq.id, end)
