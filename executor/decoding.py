@@ -167,15 +167,11 @@ class Decoding:
         """Of its next row."""
         return self._offsets[seq.lane] + self._granted
 
-    def plan_ahead(self, seq: Sequence, *, again: bool = False) -> None:
-        """Have it looked after when its blocks are full, when one has been written, and at its end.
-
-        Args:
-            again: before the very next step, whatever that is.
-        """
-        place = self.position(seq)
-        into = (place + 1) % self._size  # of the row after this one
-        wait = 1 if into <= 1 or again else 1 + self._size - into
+    def plan_ahead(self, seq: Sequence) -> None:
+        """Have it looked after when its blocks are full, as long as memd has not heard of one, and at its
+        end."""
+        place, size = self.position(seq), self._size
+        wait = 1 if place // size > seq.committed // size else size - place % size
         if seq.room > place:
             wait = min(wait, max(1, seq.room - place))
         wait = min(wait, max(1, last_position(seq) - place))
@@ -195,7 +191,9 @@ class Decoding:
         """
         if not self._seqs:
             return None
-        known = self._taken == self._granted and not any(seq.pending for seq in joined)
+        # Whoever ended since is waited for no more, though a step that draws for it may still run.
+        waits = any(seq.pending for seq in joined if seq.lane >= 0)
+        known = self._taken == self._granted and not waits
         self._granted += 1
         return self._lanes(self._granted - 1, known)
 

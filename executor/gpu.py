@@ -130,8 +130,9 @@ class GpuRunner:
             torch.OutOfMemoryError: the device has no memory for so many tokens.
         """
         # Rows of one token first: what `PagedAttention` asks for.
-        order = sorted(range(len(plan.rows)), key=lambda index: len(plan.rows[index].tokens) > 1)
-        rows = [plan.rows[index] for index in order]
+        planned = plan.rows  # built from lanes, so asked for once
+        order = sorted(range(len(planned)), key=lambda index: len(planned[index].tokens) > 1)
+        rows = [planned[index] for index in order]
         self._check(rows)
         copy_ids(plan.copies, self.kv.num_blocks)  # checked before anything changes
         seating = self._seats.place(rows)
@@ -142,7 +143,7 @@ class GpuRunner:
                 return []
             place_of = {index: place for place, index in enumerate(order)}
             draws = [
-                (place_of[index], draw) for index, row in enumerate(plan.rows) for draw in row.draws
+                (place_of[index], draw) for index, row in enumerate(planned) for draw in row.draws
             ]
             return self._drawn(*self._logits(rows, seating.seats, draws))
         except BaseException:

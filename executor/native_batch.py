@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from executor.checks import check_range, check_span
-from executor.plan import Draw, Drawn, Lanes, Members, Row
+from executor.plan import UNKNOWN, Draw, Drawn, Lanes, Members, Row
 from executor.sampler import is_plain, stream
 from kernels.cpu import native
 from wire.memory import NULL_BLOCK
@@ -149,7 +149,7 @@ class Batches:
         """
         ids = [token for row in rows for token in row.tokens]
         if lanes is not None:
-            ids = lanes.tokens + ids
+            ids = (lanes.tokens or [UNKNOWN] * len(lanes)) + ids
         if ids and (min(ids) < 0 or max(ids) >= self._vocab):
             check_range("token", np.array(ids), 0, self._vocab)
         return array("i", ids)

@@ -43,3 +43,12 @@ class Proposal:
         """Ask for slots up to this position."""
         self.wants.appends.append(Append(seq_id, upto))
         self.growing.append((seq, seq_id))
+
+    def sort(self) -> None:
+        """Put what is asked for in the order of precedence: there may not be blocks for all."""
+        asked = sorted(
+            zip(self.growing, self.wants.appends, strict=True),
+            key=lambda pair: (pair[0][0].group.order, pair[0][0].choice),
+        )
+        self.growing = [entry for entry, _ in asked]
+        self.wants.appends = [append for _, append in asked]

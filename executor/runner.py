@@ -78,7 +78,8 @@ class Runner:
         Raises:
             ValueError: a token, block or position is out of range, or a table is too short.
         """
-        laid = self._batch(plan.rows) if plan.rows else None
+        rows = plan.rows
+        laid = self._batch(rows) if rows else None
         self.kv.copy(plan.copies)
         if laid is None:
             return []
@@ -87,7 +88,7 @@ class Runner:
         ends: list[int] = []  # where the last token of each row with draws is in the batch
         draws: list[tuple[int, Draw]] = []
         end = -1
-        for row in plan.rows:
+        for row in rows:
             end += len(row.tokens)
             if row.draws:
                 draws.extend((len(ends), draw) for draw in row.draws)

@@ -312,6 +312,8 @@ class Scheduler:
         for seq, seq_id, count in rows:
             if seq.computed + count > seq.room:
                 proposal.grow(seq, seq_id, seq.computed + count)
+        if len(proposal.growing) > 1:
+            proposal.sort()
         return left
 
     def _wanted(self, seq: Sequence) -> int:
@@ -323,29 +325,25 @@ class Scheduler:
             return len(seq.tokens) + 1 - seq.computed
         return (len(seq.tokens) if group.together else len(group.prompt)) - seq.computed
 
-    def _commit(self, seq: Sequence, proposal: Proposal) -> bool:
-        """Tell memd of full blocks; False if there is no more space for it in this step."""
-        size, wants = self.bounds.block_size, proposal.wants
-        if seq.written // size > seq.committed // size:
-            if proposal.committed >= COMMIT_BYTES:
-                return False
+    def _commit(self, seq: Sequence, proposal: Proposal) -> None:
+        """Tell memd of full blocks, unless there is no more space for it in this step."""
+        size = self.bounds.block_size
+        if seq.written // size > seq.committed // size and proposal.committed < COMMIT_BYTES:
             commit = seq.commit(size)
             if commit is not None:
-                wants.commits.append(commit)
+                proposal.wants.commits.append(commit)
                 proposal.committed += len(commit.tokens)
-        return True
 
     def _look_after(self, seq: Sequence, proposal: Proposal) -> None:
         """What a sequence in a lane asks of memd in the next step."""
         decoding, size = self._decoding, self.bounds.block_size
-        done = True
         if decoding.written(seq) // size > seq.committed // size:
             decoding.sync(seq)
-            done = self._commit(seq, proposal)
+            self._commit(seq, proposal)
         end = decoding.position(seq) + 1
         if end > seq.room:
             proposal.grow(seq, seq.id, end)
-        decoding.plan_ahead(seq, again=not done)
+        decoding.plan_ahead(seq)
 
     def _leave(self, seq: Sequence) -> None:
         """From its lane; its group goes on."""

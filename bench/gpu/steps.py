@@ -165,8 +165,9 @@ def _turns(
 ) -> None:
     """Turn until nothing is left, as `executor.engine` does, and time the steps in which all decode."""
     plan, turn = Plan(0), 0
-    while scheduler.busy or plan.rows:
+    while scheduler.busy or plan.computes:
         turn += 1
+        decoding = plan.tokens == rows and all(len(row.tokens) == 1 for row in plan.rows)
         marks = [time.perf_counter()]
 
         def mark(marks: list[float] = marks) -> None:
@@ -176,13 +177,12 @@ def _turns(
         mark()
         memory.ask(proposal.wants)
         mark()
-        drawn = runner.run(plan) if plan.rows or plan.copies else []
+        drawn = runner.run(plan) if plan.computes else []
         mark()
         scheduler.update(plan, drawn)
         mark()
         granted = memory.answer(lambda: None)
         mark()
-        decoding = len(plan.rows) == rows and all(len(row.tokens) == 1 for row in plan.rows)
         plan = scheduler.settle(proposal, granted)
         mark()
         if failures := scheduler.take_failures():

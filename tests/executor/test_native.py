@@ -14,7 +14,7 @@ import torch
 
 from executor.load import LoadedModel
 from executor.native import NativeRunner, why_not
-from executor.plan import UNKNOWN, Draw, Plan, Row
+from executor.plan import UNKNOWN, Draw, Lanes, Members, Plan, Row
 from executor.runner import Runner
 from executor.sampler import sample
 from kernels.cpu import build
@@ -545,3 +545,158 @@ def test_another_plan_than_the_one_prepared_may_run(loaded: LoadedModel) -> None
     runner = native(loaded)
     runner.prepare(Plan(1, [one, two]))
     assert runner.run(Plan(1, [two])) == native(loaded).run(Plan(1, [two]))
+
+
+# ---------------------------------------------------------------- lanes
+
+
+def members(samplings: Sequence[Sampling], names: Sequence[int] = ()) -> Members:
+    count = len(samplings)
+    return Members(
+        list(names or range(1, count + 1)),
+        bytes(seq % 3 for seq in range(count)),
+        list(samplings),
+        [text(20, seq) for seq in range(count)],
+        [b"gateway"] * count,
+        bytes(8 * count),
+    )
+
+
+def table(seq: int) -> list[int]:
+    """Blocks of a sequence's 20 tokens and 8 more."""
+    return [*range(7 * seq, 7 * seq + 7)]
+
+
+def prefilled(loaded: LoadedModel, seqs: int, num_blocks: int = 100) -> NativeRunner:
+    """A runner in which each sequence's first 20 tokens are computed."""
+    runner = native(loaded, num_blocks)
+    runner.run(Plan(1, [Row(seq, 0, text(20, seq), table(seq)) for seq in range(1, seqs + 1)]))
+    return runner
+
+
+HOT = Sampling(seed=7, temperature=1.3, top_p=0.9)
+
+
+def test_lanes_are_computed_and_drawn_like_the_rows_they_are(loaded: LoadedModel) -> None:
+    samplings = [GREEDY, HOT, Sampling(seed=2, temperature=0.8, top_k=5), GREEDY, HOT]
+    asks = Sampling(seed=3, temperature=1, logprobs=2)
+    both, apart = prefilled(loaded, 9), prefilled(loaded, 9)
+    who, shown = members(samplings), [table(seq) for seq in range(1, 6)]
+    for step in range(6):
+        lanes = Lanes(who, step, [20 + step] * 5, shown, text(5, step))
+        others = [
+            Row(6, 20 + step, [step], table(6), (draw(6, 21 + step, HOT),)),
+            Row(7, 20 + step, [step], table(7)),
+            Row(8, 20 + step, [step], table(8), (draw(8, 21 + step, asks), draw(9, 21 + step))),
+        ][step % 3 :]
+        copies = [Copy(7, 95)] if step % 2 else []
+        drawn = both.run(Plan(step, others, copies, lanes))
+        assert drawn == apart.run(Plan(step, lanes.rows() + others, copies))
+        assert [one.seq for one in drawn[:5]] == [1, 2, 3, 4, 5]
+
+
+def test_members_of_lanes_may_come_go_and_change_places(loaded: LoadedModel) -> None:
+    rng = random.Random(4)
+    both, apart = prefilled(loaded, 8), prefilled(loaded, 8)
+    tables, done = {seq: table(seq) for seq in range(1, 9)}, dict.fromkeys(range(1, 9), 20)
+    samplings = {seq: rng.choice([GREEDY, HOT]) for seq in range(1, 9)}
+    for step in range(24):
+        if step % 3 == 0:  # else the same as before
+            names = rng.sample(range(1, 9), rng.randint(1, 7))
+            who = members([samplings[seq] for seq in names], names)
+            shown = [tables[seq] for seq in names]
+        elif step % 3 == 1:  # one has another table, of the same blocks
+            moved = rng.choice(names)
+            tables[moved] = tables[moved].copy()
+            shown = [tables[seq] for seq in names]
+        lanes = Lanes(who, step, [done[seq] for seq in names], shown, text(len(names), step))
+        others = [
+            Row(seq, done[seq], [seq], tables[seq], (draw(seq, done[seq] + 1, samplings[seq]),))
+            for seq in range(1, 9)
+            if seq not in names
+        ]
+        done = {seq: 20 + (at + 1 - 20) % 8 for seq, at in done.items()}
+        drawn = both.run(Plan(step, others, [], lanes))
+        assert drawn == apart.run(Plan(step, lanes.rows() + others))
+
+
+def test_lanes_laid_out_while_their_old_tables_are_in_use_take_nothing_from_these(
+    loaded: LoadedModel,
+) -> None:
+    who = members([HOT, GREEDY, HOT])
+    old = [table(seq) for seq in (1, 2, 3)]
+    new = [old[0], [*old[1][:5], 90, 91], old[2]]
+
+    def plans(last: list[int]) -> tuple[Plan, Plan]:
+        first = Lanes(who, 0, [20] * 3, old, text(3, 5))
+        return Plan(2, [], [], first), Plan(
+            3, [], [Copy(12 + 7, 90)], Lanes(who, 1, [21] * 3, new, last)
+        )
+
+    plain = prefilled(loaded, 3)
+    want = [plain.run(Plan(plan.number, plan.rows, plan.copies)) for plan in plans(text(3, 6))]
+    runner, (first, second) = prefilled(loaded, 3), plans([])
+    inner = runner._engine.run
+    used: list[bytes] = []
+
+    def run(step: Step) -> None:
+        if not runner._ready:
+            runner.prepare(second)
+            used.extend(bytes(bytearray(28)) for _ in range(1000))  # where a table may have been
+        inner(step)
+
+    runner._engine.run = run  # type: ignore[method-assign]
+    got = [runner.run(first)]
+    runner._engine.run = inner  # type: ignore[method-assign]
+    assert second.lanes is not None
+    second.lanes.tokens.extend(text(3, 6))
+    assert [*got, runner.run(second)] == want
+
+
+def test_lanes_whose_tokens_are_still_unknown_are_not_computed(loaded: LoadedModel) -> None:
+    runner = native(loaded)
+    plan = Plan(
+        1, [Row(9, 0, [1, 2], [9])], [], Lanes(members([GREEDY] * 2), 0, [0, 0], [[5], [6]], [])
+    )
+    runner.prepare(plan)
+    with pytest.raises(ValueError, match="token -1"):
+        runner.run(plan)
+    assert (runner.kv.memory == POISON).all()
+
+
+@pytest.mark.parametrize(
+    ("start", "token", "blocks", "said"),
+    [
+        (0, 260, [1], "token 260"),
+        (0, 1, [0], "block 0"),
+        (0, 1, [64], "block 64"),
+        (4, 1, [1], "5 tokens do not fit 1 blocks"),
+        (-1, 1, [1], "positions -1 to -1"),
+        (512, 1, list(range(1, 60)) * 3, "the model has 0 to 511"),
+    ],
+)
+def test_an_id_out_of_range_in_a_lane_is_refused_whenever_it_comes(
+    loaded: LoadedModel, start: int, token: int, blocks: list[int], said: str
+) -> None:
+    who, good = members([GREEDY, GREEDY]), [2, 3]
+    bad = Plan(2, [], [], Lanes(who, 1, [0, start], [good, blocks], [1, token]))
+    fresh = native(loaded)
+    with pytest.raises(ValueError, match=said):
+        fresh.run(bad)
+    assert (fresh.kv.memory == POISON).all()
+    runner = native(loaded)
+    runner.run(Plan(1, [], [], Lanes(who, 0, [0, 0], [good, [5]], [1, 1])))
+    before = runner.kv.memory.copy()
+    with pytest.raises(ValueError, match=said):
+        runner.run(bad)
+    assert (runner.kv.memory == before).all()
+
+
+def test_one_lane_of_nan_fails_alone(loaded: LoadedModel) -> None:
+    runner = prefilled(loaded, 4)
+    # The tables of the second and the third claim blocks that hold NaN.
+    shown = [table(1), [90] * 7, [91] * 7, table(4)]
+    lanes = Lanes(members([GREEDY, GREEDY, HOT, HOT]), 0, [20] * 4, shown, text(4))
+    tokens = [one.token for one in runner.run(Plan(2, [], [], lanes))]
+    assert tokens[1:3] == [-1, -1]
+    assert min(tokens[0], tokens[3]) >= 0
