@@ -44,9 +44,9 @@ def with_stop(limit: int, stop_at: int) -> tuple[list[int], int]:
 # ---------------------------------------------------------------- as if there were none
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_each_step_is_the_same_as_without_lanes_whatever_happens(seed: int) -> None:
-    assert live(seed) > 0
+@pytest.mark.parametrize("first", range(0, 32, 8))
+def test_each_step_is_the_same_as_without_lanes_whatever_happens(first: int) -> None:
+    assert sum(live(seed) for seed in range(first, first + 8)) > 100
 
 
 @pytest.mark.parametrize("seed", range(4))

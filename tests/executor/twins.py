@@ -190,7 +190,8 @@ def script(draw: random.Random, *, tight: bool) -> tuple[Bounds, int, list[Turn]
     """
     size = draw.choice([1, 2, 3, 4, 4, 16])
     sequences = draw.choice([4, 6, 8, 32])
-    step_tokens = draw.choice([16, 20, 32] if tight else [64, 128, 512])
+    plenty = [64, 128] if sequences <= 8 else [512, 1024]
+    step_tokens = draw.choice([16, 20, 32] if tight else plenty)
     bounds = Bounds(
         block_size=size,
         blocks=draw.choice([40, 80, 400]) * 4 // size + 10,
@@ -251,8 +252,8 @@ def live(seed: int, *, tight: bool = False) -> int:
     """Live it twice, with the same in every step; returns how many rows were in lanes.
 
     Args:
-        tight: steps may lack tokens for all that flow. Then it is not the same ones that get one in each
-            step, and the texts alone are the same.
+        tight: steps may lack tokens for all that flow. Those in lanes do not lose theirs to chunks of
+            prompts, so then only the texts are the same.
     """
     bounds, end_every, turns = script(random.Random(seed), tight=tight)
     one, two = (Side(bounds, end_every, lanes=lanes) for lanes in (True, False))
