@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
+
 from wire.sampling import MAX_CHOICES
 
 START_TOKENS = 128  # of the first steps, until the device's speed is known
@@ -39,6 +41,30 @@ def share(wants: list[list[int]], budget: int) -> list[list[int]]:
             budget -= count
         counts.append(given)
     return counts
+
+
+def cut(counts: list[int], ends: list[int], aim: int, most: int, lanes: int) -> list[int]:
+    """Rows that want more tokens than a step should have, cut down to it.
+
+    Args:
+        counts: tokens each row wants.
+        ends: of each group, how many rows there are up to its last one.
+        aim: tokens the step should have.
+        most: tokens it may have.
+        lanes: tokens it has besides, one for each sequence that only decodes.
+
+    Returns:
+        Tokens each row gets.
+    """
+    if not counts:
+        return []
+    wants = [counts[start:end] for start, end in pairwise([0, *ends])]
+    # Steps may have become slow, but a stream that flows is not stopped for it, and nobody who came first is
+    # stopped by those in lanes.
+    flowing = sum(len(group) for group in wants if max(group) == 1)
+    least = max(flowing, len(wants[0])) if lanes else flowing
+    budget = max(aim - lanes, min(least, most - lanes))
+    return list(chain.from_iterable(share(wants, budget)))
 
 
 class Pace:

@@ -79,6 +79,15 @@ class Sequence:
         self.room = self.computed = self.written = self.committed = self.known = self.pending = 0
         self.held = False
 
+    def wanted(self) -> int:
+        """Tokens it could have computed in the next step."""
+        group = self.group
+        if self.pending:
+            if len(self.output) + 1 >= group.limit:
+                return 0  # the token being drawn is its last: nothing follows
+            return len(self.tokens) + 1 - self.computed
+        return (len(self.tokens) if group.together else len(group.prompt)) - self.computed
+
     def commit(self, block_size: int) -> Commit | None:
         """What memd must hear of the KV written, or None while no further block is full."""
         if self.written // block_size <= self.committed // block_size:

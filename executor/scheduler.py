@@ -27,11 +27,10 @@ from __future__ import annotations
 import struct
 from bisect import insort
 from dataclasses import dataclass
-from itertools import chain, pairwise
 
 from executor import preempt, tables
 from executor.accept import Bounds, accept, blocks_needed
-from executor.budget import share
+from executor.budget import cut
 from executor.decoding import Decoding, last_position
 from executor.news import News
 from executor.plan import Drawn, Lanes, Plan
@@ -289,7 +288,7 @@ class Scheduler:
             for seq in group.live if group.together else group.live[:1]:
                 if seq.lane >= 0:
                     continue
-                want = self._wanted(seq)
+                want = seq.wanted()
                 if want == 1 and fit and decoding.takes(seq):
                     decoding.join(seq)
                     proposal.joined.append(seq)
@@ -307,23 +306,17 @@ class Scheduler:
         left = self.step_tokens - len(decoding) - total
         if left < 0:
             left = 0
-            if rows:
-                rows = proposal.rows = self._shared(rows, ends)
+            counts = cut(
+                [count for _, _, count in rows], ends, self.step_tokens, most, len(decoding)
+            )
+            given = zip(rows, counts, strict=True)
+            rows = proposal.rows = [(seq, name, count) for (seq, name, _), count in given if count]
         for seq, seq_id, count in rows:
             if seq.computed + count > seq.room:
                 proposal.grow(seq, seq_id, seq.computed + count)
         if len(proposal.growing) > 1:
             proposal.sort()
         return left
-
-    def _wanted(self, seq: Sequence) -> int:
-        """Tokens it could have computed in the next step."""
-        group = seq.group
-        if seq.pending:
-            if len(seq.output) + 1 >= group.limit:
-                return 0  # the token being drawn is its last: nothing follows
-            return len(seq.tokens) + 1 - seq.computed
-        return (len(seq.tokens) if group.together else len(group.prompt)) - seq.computed
 
     def _commit(self, seq: Sequence, proposal: Proposal) -> None:
         """Tell memd of full blocks, unless there is no more space for it in this step."""
@@ -350,23 +343,6 @@ class Scheduler:
         self._decoding.leave(seq)
         if seq.group not in self._apart:
             insort(self._apart, seq.group, key=lambda g: g.order)
-
-    def _shared(
-        self, rows: list[tuple[Sequence, int, int]], ends: list[int]
-    ) -> list[tuple[Sequence, int, int]]:
-        """Rows that want more tokens than a step may have, cut down to it; `ends`: where each group's end."""
-        counts = [count for _, _, count in rows]
-        wants = [counts[start:end] for start, end in pairwise([0, *ends])]
-        # Steps may have become slow, but a stream that flows is not stopped for it, and nobody who came
-        # first is stopped by those in lanes.
-        flowing = sum(len(group) for group in wants if max(group) == 1)
-        lanes, most = len(self._decoding), self.bounds.step_tokens
-        least = max(flowing, len(wants[0])) if lanes else flowing
-        budget = max(self.step_tokens - lanes, min(least, most - lanes))
-        given = chain.from_iterable(share(wants, budget))
-        return [
-            (seq, name, count) for (seq, name, _), count in zip(rows, given, strict=True) if count
-        ]
 
     def _propose_forks(self, group: Group, proposal: Proposal) -> None:
         """Once the lead's prompt is computed, the others begin where it ends, on the same blocks."""
