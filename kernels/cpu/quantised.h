@@ -12,31 +12,39 @@ constexpr int PAIRS = GROUP / 2;   // units of two 16-bit integers in a group
 enum Form : i64 { UNITS, NIBBLES, BYTES, W8A8 };
 
 // acc += w . x, pairs of 16-bit integers; `w` is not negative.
-INLINE vi dot_pairs(vi acc, vu w, u32 x) {
+INLINE vi dot_pairs(vi acc, vu w, vu x) {
 #if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32((int)x));
+    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 #elif defined(__AVX512BW__)
-    return acc + (vi)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32((int)x));
+    return acc + (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 #elif defined(__AVX2__)
-    return acc + (vi)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32((int)x));
+    return acc + (vi)_mm256_madd_epi16((__m256i)w, (__m256i)x);
 #elif defined(__SSE2__)
-    return acc + (vi)_mm_madd_epi16((__m128i)w, _mm_set1_epi32((int)x));
+    return acc + (vi)_mm_madd_epi16((__m128i)w, (__m128i)x);
 #else
-    return acc + (vi)(w & 0xffffu) * (i32)(std::int16_t)x + (vi)(w >> 16) * ((i32)x >> 16);
+    return acc + (vi)(w & 0xffffu) * ((vi)(x << 16) >> 16) + (vi)(w >> 16) * ((vi)x >> 16);
 #endif
 }
 
 // Units of four 8-bit integers, of weights stored with 128 added, and of input. What is summed are 32-bit integers.
 struct Octets {
-    static INLINE vf dot(vf acc, vu w, u32 x) {
 #if defined(__AVX512VNNI__)
-        return (vf)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32((int)x));
-#else
-        const auto pair = [](u32 q) { return (u16)(std::int8_t)q | (u32)(u16)(std::int8_t)(q >> 16) << 16; };
-        const vi even = dot_pairs((vi)acc, w & 0x00ff00ffu, pair(x));
-        return (vf)dot_pairs(even, (w >> 8) & 0x00ff00ffu, pair(x >> 8));
-#endif
+    static constexpr int halves = 1;
+    static INLINE vu half(vu w, int) { return w; }
+    static INLINE vu half(const u32& x, int) { return vu{} + x; }
+    static INLINE vf dot(vf acc, vu w, vu x) {
+        return (vf)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
     }
+#else
+    static constexpr int halves = 2;
+    static INLINE vu half(vu w, int odd) { return (odd ? w >> 8 : w) & 0x00ff00ffu; }
+    static INLINE vu half(const u32& x, int odd) {
+        typedef std::int16_t words __attribute__((vector_size(W * 4)));
+        const words all = (words)spread(x);
+        return (vu)((odd ? all : all << 8) >> 8);
+    }
+    static INLINE vf dot(vf acc, vu w, vu x) { return (vf)dot_pairs((vi)acc, w, x); }
+#endif
 };
 
 // W half precision numbers.
@@ -199,7 +207,7 @@ INLINE void add_group(float* totals, const Weights& weights, const Integers& x, 
     weights.each([&](int v, int i, vu part) __attribute__((always_inline)) {
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++)
-            acc[r][v] = dot_pairs(acc[r][v], part, pairs[r * stride + i]);
+            acc[r][v] = dot_pairs(acc[r][v], part, vu{} + pairs[r * stride + i]);
     });
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {

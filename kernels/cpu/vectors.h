@@ -74,6 +74,16 @@ template <class V> INLINE V load(const void* from) {
 }
 template <class V> INLINE void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
 INLINE vf splat(float x) { return x - vf{}; }
+// To spread from memory costs nothing, from another kind of register much; and to keep it for later costs a register.
+INLINE vu spread(const u32& x) {
+#if defined(__AVX2__)
+    vu all;
+    asm volatile("vpbroadcastd %1, %0" : "=v"(all) : "m"(x));
+    return all;
+#else
+    return vu{} + x;
+#endif
+}
 INLINE float as_float(u32 bits) { return load<float>(&bits); }
 
 size_t padded(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -144,17 +154,36 @@ INLINE vf rough_exponential(vf x) {
 
 // ---------------------------------------------------------------- the two kinds of unit
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+alignas(32) const vu HIGH = vu{} + 0xffff0000u;
+#endif
+
 struct Bf16 {
     static constexpr int per = 2;
 
-    static INLINE vf dot(vf acc, vu w, u32 x) {
 #if defined(__AVX512BF16__)
-        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
+    static constexpr int halves = 1;
+    static INLINE vu half(vu w, int) { return w; }
+    static INLINE vu half(const u32& x, int) { return vu{} + x; }
+    static INLINE vf dot(vf acc, vu w, vu x) {
+        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+    }
 #else
-        acc += (vf)(w << 16) * splat(as_float(x << 16));
-        return acc + (vf)(w & 0xffff0000u) * splat(as_float(x & 0xffff0000u));
+    // One half of all units after the other, so that registers hold no more than the weights of one.
+    static constexpr int halves = 2;
+    static INLINE vf half(vu w, int high) {
+        if (!high) return (vf)(w << 16);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        vf own;
+        asm("vpand %2, %1, %0" : "=v"(own) : "v"(w), "m"(HIGH));  // a register for it would be one too many
+        return own;
+#else
+        return (vf)(w & 0xffff0000u);
 #endif
     }
+    static INLINE vf half(const u32& x, int high) { return half(spread(x), high); }
+    static INLINE vf dot(vf acc, vf w, vf x) { return acc + w * x; }
+#endif
 
     static INLINE void put(u32* base, size_t index, vf x) {
         u16* to = reinterpret_cast<u16*>(base) + index;
@@ -174,7 +203,10 @@ struct Bf16 {
 
 struct F32 {
     static constexpr int per = 1;
-    static INLINE vf dot(vf acc, vu w, u32 x) { return acc + (vf)w * splat(as_float(x)); }
+    static constexpr int halves = 1;
+    static INLINE vf half(vu w, int) { return (vf)w; }
+    static INLINE vf half(const u32& x, int) { return splat(as_float(x)); }
+    static INLINE vf dot(vf acc, vf w, vf x) { return acc + w * x; }
     static INLINE void put(u32* base, size_t index, vf x) { store(base + index, x); }
     static INLINE float get(const void* base, size_t index) {
         return static_cast<const float*>(base)[index];
@@ -197,6 +229,22 @@ template <int N> struct Number {
 
 // Into the second level of cache: far fewer lines can be on their way into the first.
 INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// acc[r][v] += w[v] . *x(r).
+template <class T, int R, int NV, class X> INLINE void dots(vf (&acc)[R][NV], const vu (&w)[NV], X x) {
+#pragma GCC unroll 2
+    for (int half = 0; half < T::halves; half++) {
+        decltype(T::half(vu{}, 0)) wide[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) wide[v] = T::half(w[v], half);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const auto input = T::half(*x(r), half);
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) acc[r][v] = T::dot(acc[r][v], wide[v], input);
+        }
+    }
+}
 
 // What is fetched beside a product.
 struct Fetched {
@@ -225,10 +273,7 @@ INLINE void accumulate(vf (&acc)[R][NV], const u32* w, size_t step, const u32* x
             for (int line = 0; line < AGAIN; line++) fetch(soon + i * step + line * LINE);
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) part[v] = load<vu>(w + v * W);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) acc[r][v] = T::dot(acc[r][v], part[v], from[r / EACH][r % EACH * ldx + i]);
+        dots<T>(acc, part, [&](int r) __attribute__((always_inline)) { return from[r / EACH] + r % EACH * ldx + i; });
     }
 }
 
@@ -282,11 +327,7 @@ void score(const u32* const (&keys)[2], size_t step, const u32* q, size_t n, flo
         fetch(a + soon[0]);
         fetch(b + soon[1]);
         const vu part[2] = {load<vu>(a), load<vu>(b)};
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-            acc[r][0] = T::dot(acc[r][0], part[0], q[r * n + d]);
-            acc[r][1] = T::dot(acc[r][1], part[1], q[r * n + d]);
-        }
+        dots<T>(acc, part, [&](int r) __attribute__((always_inline)) { return q + r * n + d; });
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -318,7 +359,9 @@ void weigh(const Values& values, int dim, const u32* p, size_t ldp, float* out, 
         const auto single = [&](int unit, u32 mask) {  // one key of a pair whose other one does not count
             for (int v = 0; v < NV; v++) {
                 const vu kept = load<vu>(tile + (size_t)unit * head + v * W) & mask;
-                for (int r = 0; r < R; r++) acc[r][v] = T::dot(acc[r][v], kept, weights[r * ldp + unit]);
+                for (int r = 0; r < R; r++)
+                    for (int half = 0; half < T::halves; half++)
+                        acc[r][v] = T::dot(acc[r][v], T::half(kept, half), T::half(weights[r * ldp + unit], half));
             }
         };
         if (T::per == 2 && from % 2) single(from++ / 2, 0xffff0000u);
