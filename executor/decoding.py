@@ -1,7 +1,7 @@
 """Sequences that only decode: one token a step, drawn without a look at anything but its logits.
 
 Most sequences are like that in most steps, and to look at each of them would cost more than all else: between
-two looks the model's weights have passed through the caches, and a sequence with its request is some twenty
+two looks the model's weights have passed through the caches, and a sequence with its request is dozens of
 lines of memory. So here they stand in *lanes*, columns by place; a step adds one to a counter and a list of
 tokens to a log. Their own counters and tokens lag behind and are brought up to date (`sync`) when somebody
 needs them: at the end of a block, or of a sequence.
