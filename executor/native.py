@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -154,6 +155,7 @@ class NativeRunner:
         self._logits, self._logit_rows = torch.empty(0, vocab), 0
         self._turn(0)
         self._ready: _Ready | None = None  # what was laid out beforehand
+        self._laying = threading.Lock()  # `run` lays out too, and `prepare` may come meanwhile
 
     @property
     def block_bytes(self) -> int:
@@ -215,7 +217,8 @@ class NativeRunner:
             self.run(plan)
 
     def _lay_out(self, plan: Plan) -> _Ready:
-        return self._ready_for(plan, self._batches.of(plan.others, plan.lanes))
+        with self._laying:
+            return self._ready_for(plan, self._batches.of(plan.others, plan.lanes))
 
     def _ready_for(self, plan: Plan, batch: Batch) -> _Ready:
         if batch.logits > self._logit_rows:

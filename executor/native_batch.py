@@ -100,7 +100,8 @@ class Batch:
 
 @dataclass(slots=True)
 class _Known:
-    """The lanes of the last step. Arrays are replaced when they change: a step may be running with them."""
+    """The lanes of the last step. What a batch has of it is replaced when it changes: a step may be running
+    with that."""
 
     members: Members
     shown: list[list[int]]  # [lanes] tables as the plan had them
@@ -125,7 +126,6 @@ class Batches:
         self._vocab = vocab
         self._tables: dict[int, Table] = {}  # of other rows of the last step, by sequence
         self._known: _Known | None = None
-        self._latest = Batch()  # a step may be running with it
 
     def of(self, rows: Sequence[Row], lanes: Lanes | None = None) -> Batch:
         """All but the token ids.
@@ -138,7 +138,6 @@ class Batches:
             self._add_rows(batch, rows)
         elif self._tables:
             self._tables = {}
-        self._latest = batch
         return batch
 
     def ids(self, rows: Sequence[Row], lanes: Lanes | None = None) -> Ints:
@@ -171,7 +170,7 @@ class Batches:
             array("i", starts),
             known.counts,
             known.addresses,
-            [known],
+            [known.tables],
             max(starts) + 1,
             known.ends,
             known.kept,
@@ -251,10 +250,10 @@ class Batches:
     def _change(self, known: _Known, lanes: Lanes) -> None:
         """Some tables are other ones."""
         known.addresses = addresses = known.addresses[:]
+        known.tables = tables = known.tables.copy()
         for place, (old, new) in enumerate(zip(known.shown, lanes.tables, strict=True)):
             if new is not old:
-                self._latest.held.append(known.tables[place])
-                known.tables[place] = table = self._table(new)
+                tables[place] = table = self._table(new)
                 addresses[place] = table.address
                 known.rooms[place] = self._room(new)
         known.shown = lanes.tables

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from executor.load import LoadedModel
 from executor.native import NativeRunner, why_not
+from executor.native_batch import Batch, Batches
 from executor.plan import UNKNOWN, Draw, Lanes, Members, Plan, Row
 from executor.runner import Runner
 from executor.sampler import sample
@@ -651,6 +653,50 @@ def test_lanes_laid_out_while_their_old_tables_are_in_use_take_nothing_from_thes
     assert second.lanes is not None
     second.lanes.tokens.extend(text(3, 6))
     assert [*got, runner.run(second)] == want
+
+
+def test_what_a_batch_of_lanes_points_to_stays_with_it_whoever_is_laid_out_next() -> None:
+    batches = Batches(4, 64, 512, 260)
+    who = members([GREEDY] * 2)
+    small, large = [[1], [2]], [[1, 3], [2, 4]]
+
+    def lanes(step: int, tables: list[list[int]]) -> Lanes:
+        return Lanes(who, step, [step] * 2, tables, [])
+
+    # A step that was prepared, then the one before it, then the next.
+    held = [batches.of([], lanes(*of)) for of in ((2, large), (1, small), (3, [[1, 5], [2, 6]]))]
+    for batch, blocks in zip(held, ([1, 3, 2, 4], [1, 2], [1, 5, 2, 6]), strict=True):
+        (tables,) = batch.held
+        assert isinstance(tables, list)
+        assert [table.address for table in tables] == list(batch.addresses)
+        assert [block for table in tables for block in table.ids] == blocks
+
+
+def test_a_plan_prepared_while_another_is_laid_out_takes_nothing_from_it(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever ended has no row, so `run` lays out anew while the loop prepares what follows."""
+    runner, who = prefilled(loaded, 2), members([GREEDY] * 2)
+    old = [table(seq) for seq in (1, 2)]
+    runner.run(Plan(2, [], [], Lanes(who, 0, [20] * 2, old, text(2, 4))))
+    first = Plan(2, [], [], Lanes(who, 0, [20] * 2, old, text(2, 5)))
+    second = Plan(3, [], [], Lanes(who, 1, [21] * 2, [[*blocks] for blocks in old], []))
+    want = prefilled(loaded, 2).run(first)
+    of, used = Batches._of_lanes, list[bytes]()
+
+    def interrupted(batches: Batches, lanes: Lanes) -> Batch:
+        batch = of(batches, lanes)
+        if threading.current_thread() is threading.main_thread():
+            loop.start()
+            loop.join(0.2)  # it has to wait, if all is well
+            used.extend(bytes(bytearray(28)) for _ in range(1000))  # where a table may have been
+        return batch
+
+    loop = threading.Thread(target=runner.prepare, args=(second,))
+    monkeypatch.setattr(Batches, "_of_lanes", interrupted)
+    got = runner.run(first)
+    loop.join()
+    assert got == want
 
 
 def test_lanes_whose_tokens_are_still_unknown_are_not_computed(loaded: LoadedModel) -> None:
