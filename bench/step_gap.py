@@ -7,6 +7,10 @@ caches hold weights and nothing else, which makes the same Python cost three tim
 itself (`bench.step_loop`).
 
     python -m bench.step_gap [--streams 1,8,16,64] [--temperatures 0,1] [--steps 120] [--weights plain]
+        [--parts]
+
+With --parts also the CPU time of each part of a step in the executor, median over all loads. Those of Python
+are propose, settle, prepare, update and complete; emit, service, ask and hear are mostly ZeroMQ and the system.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median, quantiles
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -76,6 +81,7 @@ class Probe:
         self._spent = (0.0, 0.0)  # this thread's and the loop's when the last call ended
         self.gaps: dict[Load, list[float]] = defaultdict(list)  # seconds, as all below
         self.steps: dict[Load, list[float]] = defaultdict(list)
+        self.parts: dict[str, list[float]] = {}  # CPU time of each
         self.costs: dict[Load, list[float]] = defaultdict(list)  # CPU time of both outside calls
 
     def run(self, step: native.Step) -> None:
@@ -94,6 +100,34 @@ class Probe:
 
     def _times(self) -> tuple[float, float]:
         return time.thread_time(), time.clock_gettime(self._loop)
+
+
+PARTS: dict[type, tuple[str, ...]] = {
+    Scheduler: ("propose", "settle", "update", "complete"),
+    NativeRunner: ("prepare",),
+    Server: ("service", "emit"),
+    RemoteMemory: ("ask", "hear"),
+}
+
+
+def time_parts(objects: Sequence[object]) -> dict[str, list[float]]:
+    """From now on the CPU seconds of every call of `PARTS` on these."""
+    spent: dict[str, list[float]] = defaultdict(list)
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return call(*args, **more)
+            finally:
+                spent[name].append(time.thread_time() - started)
+
+        return run
+
+    for each in objects:
+        for name in PARTS[type(each)]:
+            setattr(each, name, timed(name, getattr(each, name)))
+    return spent
 
 
 @contextmanager
@@ -160,7 +194,7 @@ def client(endpoint: str, loads: Sequence[Load], steps: int) -> None:
 
 
 def measure(
-    loaded: LoadedModel, loads: Sequence[Load], steps: int, weights: str, folder: Path
+    loaded: LoadedModel, loads: Sequence[Load], steps: int, weights: str, folder: Path, parts: bool
 ) -> Probe:
     """Run all loads, one after the other."""
     most = max(streams for streams, _ in loads)
@@ -174,7 +208,8 @@ def measure(
         weights=weights,  # type: ignore[arg-type]
     )
     runner.warm_up()
-    probe = runner._engine = Probe(runner._engine)  # type: ignore[assignment]
+    probe = Probe(runner._engine)
+    runner._engine = probe  # type: ignore[assignment]
     card = loaded.card
     bounds = Bounds(BLOCK_SIZE, blocks, card.context_length, card.vocab_size, card.eos_ids)
     scheduler, worker = Scheduler(bounds), Worker()
@@ -189,6 +224,8 @@ def measure(
         memory = RemoteMemory(dealer, uuid.uuid4().hex, spec)
         server = Server(router, uuid.uuid4().hex)
         engine = Engine(scheduler, memory, runner, server, worker=worker)
+        if parts:
+            probe.parts = time_parts((scheduler, memory, runner, server))
         model = ModelCard(
             "m", "m", 0, "Llama", "bfloat16", bounds.context, blocks * BLOCK_SIZE, BLOCK_SIZE,
             bounds.vocab, b"{}", eos_ids=bounds.end_ids,
@@ -207,7 +244,6 @@ def measure(
         worker.close()
     if gateway.exitcode:
         sys.exit("the client ended with an error")
-    assert isinstance(probe, Probe)
     return probe
 
 
@@ -221,6 +257,7 @@ def main(argv: Sequence[str] | None = None, loaded: LoadedModel | None = None) -
     parser.add_argument("--temperatures", default="0,1", help="0, 1 or both")
     parser.add_argument("--steps", type=int, default=120, help="of each load (%(default)s)")
     parser.add_argument("--weights", default="plain", choices=("plain", "file", "int8", "w8a8"))
+    parser.add_argument("--parts", action="store_true", help="the CPU time of each part as well")
     options = parser.parse_args(argv)
     loads = [
         (int(streams), float(temperature))
@@ -233,7 +270,7 @@ def main(argv: Sequence[str] | None = None, loaded: LoadedModel | None = None) -
     if reason := why_not(loaded, torch.bfloat16):
         sys.exit(reason)
     with tempfile.TemporaryDirectory(prefix="pk-") as folder:
-        probe = measure(loaded, loads, options.steps, options.weights, Path(folder))
+        probe = measure(loaded, loads, options.steps, options.weights, Path(folder), options.parts)
     print(
         "streams  temperature   gap ms: median  p10   p90    step ms  gap's share   CPU ms beside it"
     )
@@ -247,6 +284,8 @@ def main(argv: Sequence[str] | None = None, loaded: LoadedModel | None = None) -
             f"{1000 * tenths[-1]:6.2f}     {step:6.2f}  {gap / (gap + step):10.1%}   "
             f"{1000 * fmean(probe.costs[load]):16.2f}"
         )
+    for name, seconds in probe.parts.items():
+        print(f"{name:>10} {1e6 * median(seconds):4.0f} us")
 
 
 if __name__ == "__main__":
