@@ -10,7 +10,7 @@ itself (`bench.step_loop`).
         [--parts]
 
 With --parts also the CPU time of each part of a step in the executor, median over all loads. Those of Python
-are propose, settle, prepare, update and complete; emit, service, ask and hear are mostly ZeroMQ and the system.
+are propose, settle, prepare, update, complete; emit, service, ask, hear are mostly ZeroMQ and the system.
 """
 
 from __future__ import annotations
