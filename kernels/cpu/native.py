@@ -138,7 +138,7 @@ def step_of(
     positions: int,
     picked: int,
 ) -> Step:
-    """A step that lacks its `ids`. (To set field by field takes six times as long.)"""
+    """A step that lacks its `ids`. (To set it field by field takes longer.)"""
     return Step.from_buffer_copy(
         _STEP.pack(
             tokens, rows, outputs, copies, 0, starts, counts, tables, copied, sampled, cosines, sines,
