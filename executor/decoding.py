@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, MutableSequence
 from typing import Any
 
-from executor.plan import UNKNOWN, Lanes, Members
+from executor.plan import UNKNOWN, Lanes, Members, Tables
 from executor.request import Sequence
 from executor.sampler import is_plain
 from wire.sampling import Sampling
@@ -36,6 +36,7 @@ class Decoding:
         self._offsets: list[int] = []
         self._since: list[int] = []  # the first step whose token the sequence has not been given
         self._due: list[int] = []  # when something must be done for it
+        self._lasts: list[int] = []  # where no row of it can be
         self._names: list[int] = []
         self._choices = bytearray()
         self._samplings: list[Sampling] = []
@@ -43,9 +44,11 @@ class Decoding:
         self._peers: list[bytes] = []
         self._ids = array("Q")
         self._tables: list[list[int]] = []
-        # What is made of the columns; None when they have changed.
-        self._members: Members | None = None
-        self._shown: list[list[int]] | None = None
+        # What is made of the columns.
+        self._members: Members | None = None  # None when they have changed
+        self._shown: Tables | None = None  # the same
+        self._moved: list[int] = []  # lanes whose tables have changed since
+        self._version = 0
         # Tokens by step and lane, from step `_logged` on, and whose the last ones are.
         self._log: list[list[int]] = []
         self._logged = 0
@@ -77,6 +80,7 @@ class Decoding:
         self._offsets.append(seq.computed - self._granted)
         self._since.append(self._granted)
         self._due.append(self._granted)
+        self._lasts.append(last_position(seq))
         self._names.append(seq.id)
         self._choices.append(seq.choice)
         self._samplings.append(group.sampling)
@@ -103,6 +107,7 @@ class Decoding:
             self._offsets,
             self._since,
             self._due,
+            self._lasts,
             self._names,
             self._choices,
             self._samplings,
@@ -150,38 +155,45 @@ class Decoding:
 
     def due(self) -> list[Sequence]:
         """Those for whom something must be done before the next step; `plan_ahead` each that stays."""
-        step, found = self._granted, []
+        step, due, found = self._granted, self._due, []
         for seq in self._calendar.pop(step, ()):
-            if seq.lane >= 0 and self._due[seq.lane] == step:
-                self._due[seq.lane] = -1  # once, if it left and came back
+            if seq.lane >= 0 and due[seq.lane] == step:
+                due[seq.lane] = -1  # once, if it left and came back
                 found.append(seq)
         return found
-
-    def written(self, seq: Sequence) -> int:
-        """What its counter of that name is, or will be after `sync`."""
-        if self._since[seq.lane] < self._taken:
-            return self._offsets[seq.lane] + self._taken
-        return seq.written
 
     def position(self, seq: Sequence) -> int:
         """Of its next row."""
         return self._offsets[seq.lane] + self._granted
 
+    def ends(self, seq: Sequence) -> bool:
+        """Whether the token being drawn is its last."""
+        lane = seq.lane
+        return self._offsets[lane] + self._granted >= self._lasts[lane]
+
     def plan_ahead(self, seq: Sequence) -> None:
-        """Have it looked after when its blocks are full, as long as memd has not heard of one, and at its
+        """Have it looked after when it needs a block, as long as memd has not heard of its prompt, and at its
         end."""
-        place, size = self.position(seq), self._size
-        wait = 1 if place // size > seq.committed // size else size - place % size
-        if seq.room > place:
-            wait = min(wait, max(1, seq.room - place))
-        wait = min(wait, max(1, last_position(seq) - place))
-        self._due[seq.lane] = when = self._granted + wait
-        self._calendar.setdefault(when, []).append(seq)
+        lane, size = seq.lane, self._size
+        place = self._offsets[lane] + self._granted
+        wait = self._lasts[lane] - place
+        room = seq.room - place
+        if room <= 0:
+            room = size - place % size  # what it asks for now
+        if room < wait:
+            wait = room
+        if wait < 1 or seq.untold(size):
+            wait = 1
+        self._due[lane] = when = self._granted + wait
+        if (others := self._calendar.get(when)) is None:
+            self._calendar[when] = [seq]
+        else:
+            others.append(seq)
 
     def moved(self, seq: Sequence) -> None:
         """It has another block table."""
         self._tables[seq.lane] = seq.blocks
-        self._shown = None
+        self._moved.append(seq.lane)
 
     def step(self, joined: Iterable[Sequence]) -> Lanes | None:
         """The rows of the next step.
@@ -207,11 +219,13 @@ class Decoding:
             # A step of which nobody was left was not run.
             self._log += [[]] * (lanes.step - self._logged - len(self._log))
         members = self._now()
+        self._latest = members
         if members is not lanes.members:
             found = dict(zip(lanes.members.names, tokens, strict=True))
             tokens = [found.get(name, UNKNOWN) for name in self._names]
+            if UNKNOWN in tokens:
+                self._latest = None
         self._log.append(tokens)
-        self._latest = None if UNKNOWN in tokens else members
         self._taken = lanes.step + 1
         if len(self._log) >= _LOG_STEPS:
             self._stops.clear()
@@ -257,6 +271,7 @@ class Decoding:
         if members is None:
             members = self._members = Members(
                 self._names.copy(),
+                self._offsets.copy(),
                 bytes(self._choices),
                 self._samplings.copy(),
                 self._prompts.copy(),
@@ -266,11 +281,12 @@ class Decoding:
         return members
 
     def _lanes(self, step: int, known: bool) -> Lanes:
-        members = self._now()
-        if self._shown is None:
-            self._shown = self._tables.copy()
-        starts = [offset + step for offset in self._offsets]
-        return Lanes(members, step, starts, self._shown, self._tokens(members) if known else [])
+        members, shown = self._now(), self._shown
+        if shown is None or self._moved:
+            changed, self._moved = self._moved, []
+            self._version += 1
+            shown = self._shown = Tables(self._version, self._tables.copy(), changed)
+        return Lanes(members, step, shown, self._tokens(members) if known else [])
 
     def _tokens(self, members: Members) -> list[int]:
         """The last token of every lane."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from executor.budget import Pace
@@ -18,7 +18,7 @@ from executor.plan import Drawn, Plan
 from executor.proposal import Proposal
 from executor.scheduler import Scheduler
 from executor.server import Server
-from executor.worker import Worker
+from executor.worker import Work, Worker
 from wire.errors import Code
 from wire.generate import Status
 from wire.memory import Granted, Usage
@@ -38,7 +38,7 @@ class Runner(Protocol):
     def prepare(self, plan: Plan) -> None:
         """The plan that probably runs next, while another thread is in `run`: tokens may be UNKNOWN."""
 
-    def run(self, plan: Plan) -> list[Drawn]:
+    def run(self, plan: Plan) -> Sequence[Drawn]:
         """Make the plan's copies, compute its rows, draw its tokens."""
 
 
@@ -189,14 +189,14 @@ class Engine:
     def _start(self) -> None:
         self._worker.start(self._next())
 
-    def _next(self) -> Callable[[], list[Drawn] | None]:
+    def _next(self) -> Callable[[], Sequence[Drawn] | None]:
         """The plan at hand as work, to be started at once."""
         plan = self._plan
         self._computing = True
         self._started_at = self._asked_at = self._clock()
         return lambda: self._compute(plan)
 
-    def _compute(self, plan: Plan) -> list[Drawn] | None:
+    def _compute(self, plan: Plan) -> Sequence[Drawn] | None:
         """What a plan draws; None when the device lacked memory for it. A second time in a row, nothing is
         sure any more and the process ends."""
         try:
@@ -219,7 +219,19 @@ class Engine:
             following = scheduler.settle(proposal, granted)
             self._runner.prepare(following)
 
-        def then(drawn: list[Drawn] | None) -> Callable[[], list[Drawn] | None] | None:
+        beside: Sequence[Drawn] | None = None  # drawn, and taken in while the next step runs
+
+        def then(drawn: Sequence[Drawn] | None) -> Work | None:
+            nonlocal beside
+            if (
+                following is not None
+                and drawn is not None
+                and scheduler.goes_on(computed, following, drawn)
+            ):
+                beside = drawn
+                self._ended(lost=False)
+                self._plan = following
+                return None if self._memory.stale() else self._next()
             # Before memd's answer, which may be that all is lost: what was drawn is still right.
             self._take_in(drawn)
             if granted is None:
@@ -232,6 +244,9 @@ class Engine:
             return None if not self._plan.computes or self._memory.stale() else self._next()
 
         self._worker.wait(then, self._care, CARE_S)
+        if beside is not None:
+            self._news = scheduler.update(computed, beside)
+            scheduler.complete(self._plan)
         if self._lost_steps == 0:
             self._count(computed)
         if granted is None:
@@ -240,17 +255,20 @@ class Engine:
             self._plan = scheduler.settle(proposal, granted)
         self._settled(granted)
 
-    def _take_in(self, drawn: list[Drawn] | None) -> None:
+    def _take_in(self, drawn: Sequence[Drawn] | None) -> None:
         """What the plan at hand brought. If it was lost, that costs its largest request."""
+        self._ended(lost=drawn is None)
+        if drawn is None:
+            self._scheduler.step_lost(self._plan)
+        else:
+            self._news = self._scheduler.update(self._plan, drawn)
+
+    def _ended(self, *, lost: bool) -> None:
+        """The plan at hand was computed, or lost."""
+        self._lost_steps = self._lost_steps + 1 if lost else 0
         self._computing = False
         self._worked_at = self._clock()
         self._took = self._worked_at - self._started_at
-        if drawn is None:
-            self._lost_steps += 1
-            self._scheduler.step_lost(self._plan)
-        else:
-            self._lost_steps = 0
-            self._news = self._scheduler.update(self._plan, drawn)
 
     def _count(self, plan: Plan) -> None:
         """What a plan that was computed says of steps to come."""

@@ -172,7 +172,7 @@ class NativeRunner:
         """
         self._ready = self._lay_out(plan)
 
-    def run(self, plan: Plan) -> list[Drawn]:
+    def run(self, plan: Plan) -> Sequence[Drawn]:
         """Run one step. Nothing has changed when it raises before the draws.
 
         Returns:
@@ -237,6 +237,7 @@ class NativeRunner:
             rows=len(batch.starts),
             outputs=len(batch.ends),
             copies=len(plan.copies),
+            ahead=batch.ahead,
             starts=address(batch.starts),
             counts=address(batch.counts),
             tables=address(batch.addresses),

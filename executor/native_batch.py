@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from operator import le
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 from executor.checks import check_range, check_span
-from executor.plan import UNKNOWN, Draw, Drawn, Lanes, Members, Row
+from executor.plan import UNKNOWN, Draw, Drawn, Lanes, Members, Results, Row
 from executor.sampler import is_plain, stream
 from kernels.cpu import native
 from wire.memory import NULL_BLOCK
@@ -47,27 +47,25 @@ class Table:
     maker: int = HOST  # who makes such draws when no token is forbidden
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(Struct):
     """The rows of one step, flat; those in lanes first, each with one token and one draw."""
 
     lanes: Sequence[int] = ()  # their sequences
     makers: Sequence[int] = ()  # who makes their draws: GREEDY or PICKED
     tokens: int = 0
-    starts: Ints = field(default_factory=lambda: array("i"))  # [rows]
-    counts: Ints = field(default_factory=lambda: array("i"))  # [rows]
-    addresses: Ints = field(default_factory=lambda: array("Q"))  # [rows] of their tables
-    held: list[object] = field(default_factory=list)  # what must stay as long as the batch: tables
+    ahead: int = 0  # what starts and positions lack
+    starts: Ints = array("i")  # [rows]
+    counts: Ints = array("i")  # [rows]
+    addresses: Ints = array("Q")  # [rows] of their tables
+    held: tuple[object, ...] = ()  # what must stay as long as the batch: tables
     longest: int = 0  # positions of the longest sequence
     # Of each row with draws: flat index of its last token, and its row of logits, -1 if none is wanted.
-    ends: Ints = field(default_factory=lambda: array("i"))
-    kept: Ints = field(default_factory=lambda: array("i"))
+    ends: Ints = array("i")
+    kept: Ints = array("i")
     logits: int = 0  # rows of them
     packed: bytes = b""  # `native.DRAW` of each draw the step makes
-    positions: Ints = field(default_factory=lambda: array("i"))  # [those], of the tokens drawn
-    draws: list[tuple[int, int, Draw]] = field(
-        default_factory=list
-    )  # of other rows: who draws, from which of `ends`
+    positions: Ints = array("i")  # [those], of the tokens drawn
+    draws: Sequence[tuple[int, int, Draw]] = ()  # of other rows: who draws, from which of `ends`
 
     def __bool__(self) -> bool:
         """Whether anything is drawn."""
@@ -77,7 +75,7 @@ class Batch:
         """Draws from logits that must be edited or told of, with their rows of logits."""
         return [(self.kept[index], draw) for maker, index, draw in self.draws if maker == HOST]
 
-    def drawn(self, best: Ints, picked: Ints, sampled: Sequence[Drawn]) -> list[Drawn]:
+    def drawn(self, best: Ints, picked: Ints, sampled: Sequence[Drawn]) -> Sequence[Drawn]:
         """Results in the order of the draws.
 
         Args:
@@ -85,35 +83,41 @@ class Batch:
             picked: [picks].
             sampled: [hosts].
         """
+        if not self.draws and len(picked) in (0, len(self.lanes)):
+            return Results(self.lanes, (picked or best).tolist(), [])
         picks, hosts = iter(picked), iter(sampled)
-        lanes = [
-            Drawn(name, token if maker == GREEDY else next(picks))
-            for name, token, maker in zip(self.lanes, best, self.makers, strict=False)
+        tokens = [
+            token if maker == GREEDY else next(picks)
+            for token, maker in zip(best, self.makers, strict=False)
         ]
-        return lanes + [
+        others = [
             Drawn(draw.seq, best[index] if maker == GREEDY else next(picks))
             if maker != HOST
             else next(hosts)
             for maker, index, draw in self.draws
         ]
+        return Results(self.lanes, tokens, others) if self.lanes else others
 
 
-@dataclass(slots=True)
-class _Known:
+class _Known(Struct):
     """The lanes of the last step. What a batch has of it is replaced when it changes: a step may be running
     with that."""
 
     members: Members
-    shown: list[list[int]]  # [lanes] tables as the plan had them
-    tables: list[Table]
+    version: int  # of `Tables`
+    tables: tuple[Table, ...]
     addresses: Ints
-    rooms: list[int]  # [lanes] positions there are
+    ends_at: list[int]  # [lanes] steps before which there is room
+    first: int  # before this step, somebody's position is negative
+    until: int  # there is room for all before this step
+    farthest: int  # greatest offset
     makers: list[int]
+    starts: Ints
     counts: Ints
     ends: Ints
     kept: Ints
-    picks: list[int]  # places of lanes whose draw the step makes
-    packed: bytes  # `native.DRAW` of each
+    positions: Ints
+    packed: bytes  # `native.DRAW` of each draw that the step makes
 
 
 class Batches:
@@ -154,29 +158,29 @@ class Batches:
         return array("i", ids)
 
     def _of_lanes(self, lanes: Lanes) -> Batch:
-        known = self._known
+        known, step = self._known, lanes.step
         if known is None or known.members is not lanes.members:
             known = self._known = self._know(lanes)
-        elif known.shown is not lanes.tables:
+        elif known.version != lanes.tables.version:
             self._change(known, lanes)
-        starts, picks = lanes.starts, known.picks
-        if min(starts) < 0 or any(map(le, known.rooms, starts)):
+        if not known.first <= step < known.until:
             for row in lanes.rows():
                 check_span(row, len(row.blocks), self._block_size, self._context)
         return Batch(
             lanes.members.names,
             known.makers,
-            len(starts),
-            array("i", starts),
+            len(known.makers),
+            step,
+            known.starts,
             known.counts,
             known.addresses,
-            [known.tables],
-            max(starts) + 1,
+            known.tables,
+            known.farthest + step + 1,
             known.ends,
             known.kept,
-            len(picks),
+            len(known.positions),
             known.packed,
-            array("i", [starts[place] + 1 for place in picks]),
+            known.positions,
         )
 
     def _add_rows(self, batch: Batch, rows: Sequence[Row]) -> None:
@@ -184,9 +188,10 @@ class Batches:
         starts, counts, ends, kept = [], [], array("i"), array("i")
         tables: list[Table] = []
         current: dict[int, Table] = {}
-        flat, longest, before = batch.tokens, batch.longest, len(batch.ends)
+        draws = _Draws(batch)
+        ahead, flat, longest, before = batch.ahead, batch.tokens, batch.longest, len(batch.ends)
         for row in rows:
-            seq, start, blocks, draws = row.seq, row.start, row.blocks, row.draws
+            seq, start, blocks = row.seq, row.start, row.blocks
             count = len(row.tokens)
             end = start + count
             if not count or start < 0 or end > context or end > len(blocks) * size:
@@ -196,69 +201,79 @@ class Batches:
                 table = self._table(blocks)
             current[seq] = table
             tables.append(table)
-            starts.append(start)
+            starts.append(start - ahead)
             counts.append(count)
             flat += count
             if end > longest:
                 longest = end
-            if draws:
-                kept.append(_add_draws(batch, before + len(ends), draws, table))
+            if row.draws:
+                kept.append(draws.add(before + len(ends), row.draws, table))
                 ends.append(flat - 1)
         batch.tokens, batch.longest = flat, longest
-        batch.starts += array("i", starts)
+        batch.starts = batch.starts + array("i", starts)
         batch.counts = batch.counts + array("i", counts)
         batch.addresses = batch.addresses + array("Q", [table.address for table in tables])
         batch.ends, batch.kept = batch.ends + ends, batch.kept + kept
-        batch.held += tables
+        batch.held = (*batch.held, *tables)
+        draws.put()
         self._tables = current
 
     def _know(self, lanes: Lanes) -> _Known:
-        members, before = lanes.members, self._known
+        members, before, shown = lanes.members, self._known, lanes.tables.blocks
         made = dict(zip(before.members.names, before.tables, strict=True)) if before else {}
         tables = []
-        for name, blocks in zip(members.names, lanes.tables, strict=True):
+        for name, blocks in zip(members.names, shown, strict=True):
             table = made.get(name) or self._tables.get(name)
             tables.append(table if table and table.blocks is blocks else self._table(blocks))
+        offsets = members.offsets
         makers = [_maker(sampling) for sampling in members.samplings]
         picks = [place for place, maker in enumerate(makers) if maker == PICKED]
         kept = array("i", [-1] * len(makers))
         for row, place in enumerate(picks):
             kept[place] = row
-        packed = b"".join(
-            [
-                _packed(row, members.samplings[place], members.choices[place])
-                for row, place in enumerate(picks)
-            ]
-        )
-        addresses = array("Q", [table.address for table in tables])
-        rooms = [self._room(blocks) for blocks in lanes.tables]
-        counts, ends = array("i", [1] * len(makers)), array("i", range(len(makers)))
+        packed = [
+            _packed(row, members.samplings[place], members.choices[place])
+            for row, place in enumerate(picks)
+        ]
+        ends_at = [
+            self._room(blocks) - offset for blocks, offset in zip(shown, offsets, strict=True)
+        ]
         return _Known(
-            members,
-            lanes.tables,
-            tables,
-            addresses,
-            rooms,
-            makers,
-            counts,
-            ends,
-            kept,
-            picks,
-            packed,
+            members=members,
+            version=lanes.tables.version,
+            tables=tuple(tables),
+            addresses=array("Q", [table.address for table in tables]),
+            ends_at=ends_at,
+            first=-min(offsets),
+            until=min(ends_at),
+            farthest=max(offsets),
+            makers=makers,
+            starts=array("i", offsets),
+            counts=array("i", [1] * len(makers)),
+            ends=array("i", range(len(makers))),
+            kept=kept,
+            positions=array("i", [offsets[place] + 1 for place in picks]),
+            packed=b"".join(packed),
         )
 
     def _change(self, known: _Known, lanes: Lanes) -> None:
         """Some tables are other ones."""
+        shown, offsets, ends_at = lanes.tables, lanes.members.offsets, known.ends_at
+        changed: Sequence[int] = shown.changed
+        if shown.version != known.version + 1:
+            changed = range(len(offsets))
         known.addresses = addresses = known.addresses[:]
-        known.tables = tables = known.tables.copy()
-        for place, (old, new) in enumerate(zip(known.shown, lanes.tables, strict=True)):
-            if new is not old:
-                tables[place] = table = self._table(new)
+        tables = list(known.tables)
+        for place in changed:
+            blocks = shown.blocks[place]
+            if tables[place].blocks is not blocks:
+                tables[place] = table = self._table(blocks)
                 addresses[place] = table.address
-                known.rooms[place] = self._room(new)
-        known.shown = lanes.tables
+                ends_at[place] = self._room(blocks) - offsets[place]
+        known.tables, known.version, known.until = tuple(tables), shown.version, min(ends_at)
 
     def _room(self, blocks: list[int]) -> int:
+        """Positions it has."""
         return min(len(blocks) * self._block_size, self._context)
 
     def _table(self, blocks: list[int]) -> Table:
@@ -268,21 +283,39 @@ class Batches:
         return Table(blocks, ids, address(ids))
 
 
-def _add_draws(batch: Batch, index: int, draws: Sequence[Draw], table: Table) -> int:
-    """Those of a row, the one at `index` of all with draws; returns its row of logits, -1 if none is wanted.
-    Sampling is looked at once, and not in every step."""
-    row = -1
-    for draw in draws:
-        if draw.sampling is not table.sampling:
-            table.sampling, table.maker = draw.sampling, _maker(draw.sampling)
-        maker = HOST if draw.forbidden else table.maker
-        if maker != GREEDY and row < 0:
-            row, batch.logits = batch.logits, batch.logits + 1
-        if maker == PICKED:
-            batch.packed += _packed(row, draw.sampling, draw.choice)
-            batch.positions.append(draw.position)
-        batch.draws.append((maker, index, draw))
-    return row
+class _Draws:
+    """Draws of rows, added to those of a batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._draws: list[tuple[int, int, Draw]] = []
+        self._packed: list[bytes] = []
+        self._positions: list[int] = []
+        self._logits = batch.logits
+
+    def add(self, index: int, draws: Sequence[Draw], table: Table) -> int:
+        """Those of a row, the one at `index` of all with draws; returns its row of logits, -1 if none is
+        wanted. Sampling is looked at once, and not in every step."""
+        row = -1
+        for draw in draws:
+            if draw.sampling is not table.sampling:
+                table.sampling, table.maker = draw.sampling, _maker(draw.sampling)
+            maker = HOST if draw.forbidden else table.maker
+            if maker != GREEDY and row < 0:
+                row, self._logits = self._logits, self._logits + 1
+            if maker == PICKED:
+                self._packed.append(_packed(row, draw.sampling, draw.choice))
+                self._positions.append(draw.position - self._batch.ahead)
+            self._draws.append((maker, index, draw))
+        return row
+
+    def put(self) -> None:
+        """All there were."""
+        batch = self._batch
+        batch.logits = self._logits
+        batch.packed = batch.packed + b"".join(self._packed)
+        batch.positions = batch.positions + array("i", self._positions)
+        batch.draws = self._draws
 
 
 def _maker(sampling: Sampling) -> int:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from executor.plan import Lanes
 from wire.generate import Delta, Tokens
 
 
-@dataclass(slots=True)
-class News:
+class News(Struct):
     """All with the gateway it is for."""
 
-    deltas: list[tuple[bytes, Delta]] = field(default_factory=list)
-    tokens: list[tuple[bytes, Tokens]] = field(default_factory=list)
+    deltas: list[tuple[bytes, Delta]] = []
+    tokens: list[tuple[bytes, Tokens]] = []
     count: int = 0  # tokens in both
 
     def __bool__(self) -> bool:

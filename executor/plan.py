@@ -7,7 +7,8 @@ and a single decoded token are the same thing: tokens at consecutive positions o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 from msgspec import Struct
 
@@ -48,12 +49,21 @@ class Members(Struct, frozen=True, gc=False):
     """Who is in the lanes of a step, in order: what stays the same as long as nobody comes or goes."""
 
     names: list[int]  # sequences
+    offsets: list[int]  # the token of each in step `g` is at position offset + g
     choices: bytes  # the index of each in its group
     samplings: list[Sampling]
     prompts: list[list[int]]
     # For what goes to gateways: of whom each sequence's request is, and its number there.
     peers: list[bytes]
     ids: bytes  # uint64
+
+
+class Tables(Struct, frozen=True, gc=False):
+    """The block tables of lanes, as `Row.blocks` each."""
+
+    version: int  # rises by one with each of them
+    blocks: list[list[int]]
+    changed: list[int]  # at these places it differs from the version before, of the same members
 
 
 class Lanes(Struct, frozen=True, gc=False):
@@ -64,12 +74,15 @@ class Lanes(Struct, frozen=True, gc=False):
 
     members: Members
     step: int  # rises by one with each step that has lanes
-    starts: list[int]  # position of each token
-    tables: list[list[int]]  # as `Row.blocks`
+    tables: Tables
     tokens: list[int]  # empty while the step before is still to draw them
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.members.names)
+
+    def start(self, place: int) -> int:
+        """Position of a token."""
+        return self.members.offsets[place] + self.step
 
     def rows(self) -> list[Row]:
         """The same as rows. Draws have no output: nothing is asked that needs it."""
@@ -79,8 +92,8 @@ class Lanes(Struct, frozen=True, gc=False):
             members.choices,
             members.samplings,
             members.prompts,
-            self.starts,
-            self.tables,
+            map(self.start, range(len(self))),
+            self.tables.blocks,
             self.tokens or [UNKNOWN] * len(self),
             strict=True,
         )
@@ -116,7 +129,8 @@ class Plan(Struct, frozen=True, gc=False):
 
 
 class Drawn(Struct, frozen=True, gc=False):
-    """One token drawn. `token` is -1 when the logits were not finite: the request must fail."""
+    """One token drawn; a runner gives one for each draw, lanes first, then rows in order, as a list or as
+    `Results`. `token` is -1 when the logits were not finite: the request must fail."""
 
     seq: int
     token: int
@@ -124,3 +138,39 @@ class Drawn(Struct, frozen=True, gc=False):
         0.0  # natural log of the model's own distribution; when logprobs were asked for
     )
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), best first
+
+
+class Results(Sequence[Drawn]):
+    """What a plan drew, with the tokens of its lanes in a column: most of it is not looked at one by one."""
+
+    __slots__ = ("lanes", "others", "tokens")
+
+    def __init__(self, lanes: Sequence[int], tokens: list[int], others: list[Drawn]) -> None:
+        """
+        Args:
+            lanes: their sequences.
+            tokens: of lanes.
+            others: of all other draws.
+        """
+        self.lanes, self.tokens, self.others = lanes, tokens, others
+
+    def __len__(self) -> int:
+        return len(self.tokens) + len(self.others)
+
+    def __iter__(self) -> Iterator[Drawn]:
+        yield from map(Drawn, self.lanes, self.tokens)
+        yield from self.others
+
+    @overload
+    def __getitem__(self, place: int) -> Drawn: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Drawn]: ...
+    def __getitem__(self, place: int | slice) -> Drawn | list[Drawn]:
+        return list(self)[place]
+
+
+def of_lanes(drawn: Sequence[Drawn], count: int) -> tuple[list[int], list[Drawn]]:
+    """The tokens of so many lanes, and all other draws."""
+    if isinstance(drawn, Results):
+        return drawn.tokens, drawn.others
+    return [one.token for one in drawn[:count]], list(drawn[count:])

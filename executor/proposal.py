@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct
 
 from executor.request import Group, Sequence
 from wire.memory import Admit, Append, Commit, Fork
 
 
-@dataclass(slots=True)
-class Wants:
+class Wants(Struct):
     """What one step asks of memd: the parts of `wire.memory.Step` a scheduler knows."""
 
-    commits: list[Commit] = field(default_factory=list)
-    frees: list[int] = field(default_factory=list)
-    forks: list[Fork] = field(default_factory=list)
-    appends: list[Append] = field(default_factory=list)
-    admits: list[Admit] = field(default_factory=list)
+    commits: list[Commit] = []
+    frees: list[int] = []
+    forks: list[Fork] = []
+    appends: list[Append] = []
+    admits: list[Admit] = []
     fills: bytes = b""
 
     def __bool__(self) -> bool:
@@ -24,31 +23,30 @@ class Wants:
         return bool(self.commits or self.frees or self.forks or self.appends or self.admits)
 
 
-@dataclass(slots=True)
-class Proposal:
+# A sequence that asks for slots up to a position: its place in the order of precedence, which is its group's
+# and then its choice, itself, the id it asks under, and the position.
+Growing = tuple[tuple[int, int], int, Sequence, int, int]
+
+
+class Proposal(Struct):
     """Step k+1 as asked for. A sequence that started over or ended since has another id, or none: so
     every entry keeps the id it was asked under."""
 
     wants: Wants
     left: int = 0  # tokens of the step's budget that the running groups leave to newcomers
     # Each with the id it was asked under.
-    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # and tokens to compute
-    growing: list[tuple[Sequence, int]] = field(default_factory=list)
-    forked: list[tuple[Sequence, int]] = field(default_factory=list)  # the children
-    entering: list[tuple[Group, int, int]] = field(default_factory=list)  # and most tokens
-    joined: list[Sequence] = field(default_factory=list)  # stand in a lane from this step on
+    rows: list[tuple[Sequence, int, int]] = []  # and tokens to compute
+    growing: list[Growing] = []
+    forked: list[tuple[Sequence, int]] = []  # the children
+    entering: list[tuple[Group, int, int]] = []  # and most tokens
+    joined: list[Sequence] = []  # stand in a lane from this step on
     committed: int = 0  # bytes of token ids in the commits of running sequences
 
-    def grow(self, seq: Sequence, seq_id: int, upto: int) -> None:
-        """Ask for slots up to this position."""
-        self.wants.appends.append(Append(seq_id, upto))
-        self.growing.append((seq, seq_id))
+    def grow(self, seq: Sequence, upto: int) -> None:
+        """Have it ask for slots up to this position."""
+        self.growing.append((seq.group.order, seq.choice, seq, seq.id, upto))
 
-    def sort(self) -> None:
-        """Put what is asked for in the order of precedence: there may not be blocks for all."""
-        asked = sorted(
-            zip(self.growing, self.wants.appends, strict=True),
-            key=lambda pair: (pair[0][0].group.order, pair[0][0].choice),
-        )
-        self.growing = [entry for entry, _ in asked]
-        self.wants.appends = [append for _, append in asked]
+    def ask_growing(self) -> None:
+        """Ask, in the order of precedence: there may not be blocks for all."""
+        self.growing.sort()
+        self.wants.appends = [Append(name, upto) for _, _, _, name, upto in self.growing]

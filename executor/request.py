@@ -88,6 +88,11 @@ class Sequence:
             return len(self.tokens) + 1 - self.computed
         return (len(self.tokens) if group.together else len(group.prompt)) - self.computed
 
+    def untold(self, block_size: int) -> bool:
+        """Whether memd has not heard of a full block of the prompt, which others may want at once. What is
+        generated can wait until the sequence asks for a block or ends."""
+        return self.committed // block_size < len(self.group.prompt) // block_size
+
     def commit(self, block_size: int) -> Commit | None:
         """What memd must hear of the KV written, or None while no further block is full."""
         if self.written // block_size <= self.committed // block_size:

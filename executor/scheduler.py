@@ -26,14 +26,15 @@ from __future__ import annotations
 
 import struct
 from bisect import insort
+from collections import abc
 from dataclasses import dataclass
 
 from executor import preempt, tables
 from executor.accept import Bounds, accept, blocks_needed
 from executor.budget import cut
-from executor.decoding import Decoding, last_position
+from executor.decoding import Decoding
 from executor.news import News
-from executor.plan import Drawn, Lanes, Plan
+from executor.plan import Drawn, Lanes, Plan, Row, of_lanes
 from executor.proposal import Proposal, Wants
 from executor.queue import Habits, Queue
 from executor.request import Group, Sequence, State
@@ -173,7 +174,7 @@ class Scheduler:
             self._propose_waiting(proposal, available - len(wants.appends))
         return proposal
 
-    def update(self, plan: Plan, drawn: list[Drawn]) -> News:
+    def update(self, plan: Plan, drawn: abc.Sequence[Drawn]) -> News:
         """Take in what a plan computed: tokens, and who is finished.
 
         Args:
@@ -182,26 +183,39 @@ class Scheduler:
         Returns:
             New tokens. Requests that failed are in `take_failures`.
         """
-        sequences, news = self._sequences, News()
-        for result in drawn:
-            if result.token < 0 and (seq := sequences.get(result.seq)) is not None:
-                # Its KV of this step is suspect too, so it is freed without a commit of it.
-                self.fail(
-                    seq.group,
-                    Code.NOT_NUMBERS,
-                    "the model's output was not a number (NaN or infinity) for this request",
-                )
-        if plan.lanes is not None and drawn:
-            self._update_lanes(plan.lanes, drawn, news)
-            drawn = drawn[len(plan.lanes) :]
-        for row in plan.others:
-            if (seq := sequences.get(row.seq)) is not None:
-                seq.written = row.start + len(row.tokens)
-        for result in drawn:
-            if (seq := sequences.get(result.seq)) is not None:
-                news.add(seq.group.peer, self._take(seq, result))
+        lanes, news = plan.lanes, News()
+        tokens, others = of_lanes(drawn, len(lanes) if lanes is not None else 0)
+        if any(one.token < 0 for one in others) or min(tokens, default=0) < 0:
+            self._fail_what_is_no_number(drawn)
+        if lanes is not None and tokens:
+            self._update_lanes(lanes, tokens, news)
+        if plan.others:
+            self._update_others(plan.others, others, news)
         self.counters.generated_tokens += news.count
         return news
+
+    def goes_on(self, plan: Plan, following: Plan, drawn: abc.Sequence[Drawn]) -> bool:
+        """Whether the plan settled before `update` is right as it is: all decode, as in the one before, and
+        nobody ended. Then its tokens are put in, and `update` and `complete` may come while it runs.
+
+        Args:
+            plan: whose draws these are.
+        """
+        lanes, decoding = following.lanes, self._decoding
+        if (
+            lanes is None
+            or plan.lanes is None
+            or plan.others
+            or following.others
+            or plan.lanes.members is not lanes.members
+            or not decoding.same(lanes)
+        ):
+            return False
+        tokens, _ = of_lanes(drawn, len(lanes))
+        if min(tokens) < 0 or decoding.may_end(tokens):
+            return False
+        lanes.tokens.extend(tokens)
+        return True
 
     def may_settle(self, granted: Granted) -> bool:
         """Whether `settle` may come before `update`: whom to preempt depends on who is finished by then."""
@@ -223,18 +237,21 @@ class Scheduler:
         """Turn memd's answer into the plan to run, and preempt if memory ran out."""
         refused = {refusal.seq: refusal for refusal in granted.refused}
         self._available = granted.usage.free + granted.usage.cached
-        self._leaving.frees += tables.apply(
-            proposal, granted.changes, refused, self._sequences, self.bounds.block_size
-        )
-        rows = [entry for entry in proposal.rows if entry[1] not in refused]
-        rows += self._enter(proposal, granted.admitted)
-        self._make_room(proposal, refused)
-        for change in granted.changes:
-            if (seq := self._sequences.get(change.seq)) is not None and seq.lane >= 0:
-                self._decoding.moved(seq)
-        self._stop_stuck(refused)
-        lanes = self._decoding.step(proposal.joined)
-        others = build(rows, refused, self._sequences)
+        changes, decoding = granted.changes, self._decoding
+        if changes or proposal.growing or proposal.forked:
+            self._leaving.frees += tables.apply(
+                proposal, changes, refused, self._sequences, self.bounds.block_size, decoding.moved
+            )
+        rows = proposal.rows
+        if refused:
+            rows = [entry for entry in rows if entry[1] not in refused]
+        if proposal.entering:
+            rows = rows + self._enter(proposal, granted.admitted)
+        if refused or self._starved or self.waiting:
+            self._make_room(proposal, refused)
+            self._stop_stuck(refused)
+        lanes = decoding.step(proposal.joined)
+        others = build(rows, refused, self._sequences) if rows else []
         return Plan(granted.number, others, granted.copies, lanes)
 
     # ------------------------------------------------------------ when things go wrong
@@ -271,8 +288,8 @@ class Scheduler:
         most = self.bounds.step_tokens
         if fit := self.bounds.sequences <= most or self.sequences_running <= most:
             for seq in decoding.due():
-                if decoding.position(seq) >= last_position(seq):
-                    self._leave(seq)  # the token being drawn is its last
+                if decoding.ends(seq):
+                    self._leave(seq)
                 else:
                     self._look_after(seq, proposal)
         elif decoding:
@@ -294,7 +311,9 @@ class Scheduler:
                     proposal.joined.append(seq)
                     self._look_after(seq, proposal)
                     continue
-                self._commit(seq, proposal)
+                grows = seq.computed + want > seq.room
+                if grows or seq.untold(self.bounds.block_size):
+                    self._commit(seq, proposal)
                 if want > 0:
                     rows.append((seq, seq.id, want))
                     total += want
@@ -311,11 +330,11 @@ class Scheduler:
             )
             given = zip(rows, counts, strict=True)
             rows = proposal.rows = [(seq, name, count) for (seq, name, _), count in given if count]
-        for seq, seq_id, count in rows:
+        for seq, _, count in rows:
             if seq.computed + count > seq.room:
-                proposal.grow(seq, seq_id, seq.computed + count)
-        if len(proposal.growing) > 1:
-            proposal.sort()
+                proposal.grow(seq, seq.computed + count)
+        if proposal.growing:
+            proposal.ask_growing()
         return left
 
     def _commit(self, seq: Sequence, proposal: Proposal) -> None:
@@ -329,13 +348,14 @@ class Scheduler:
 
     def _look_after(self, seq: Sequence, proposal: Proposal) -> None:
         """What a sequence in a lane asks of memd in the next step."""
-        decoding, size = self._decoding, self.bounds.block_size
-        if decoding.written(seq) // size > seq.committed // size:
+        decoding = self._decoding
+        end = decoding.position(seq) + 1
+        grows = end > seq.room
+        if grows or seq.untold(self.bounds.block_size):
             decoding.sync(seq)
             self._commit(seq, proposal)
-        end = decoding.position(seq) + 1
-        if end > seq.room:
-            proposal.grow(seq, seq.id, end)
+        if grows:
+            proposal.grow(seq, end)
         decoding.plan_ahead(seq)
 
     def _leave(self, seq: Sequence) -> None:
@@ -403,9 +423,8 @@ class Scheduler:
 
     # ------------------------------------------------------------ update, in parts
 
-    def _update_lanes(self, lanes: Lanes, drawn: list[Drawn], news: News) -> None:
-        decoding, sequences = self._decoding, self._sequences
-        names, tokens = lanes.members.names, [drawn[lane].token for lane in range(len(lanes))]
+    def _update_lanes(self, lanes: Lanes, tokens: list[int], news: News) -> None:
+        decoding, sequences, names = self._decoding, self._sequences, lanes.members.names
         if decoding.may_end(tokens):
             for name, token in zip(names, tokens, strict=True):
                 seq = sequences.get(name)
@@ -415,9 +434,28 @@ class Scheduler:
         decoding.take(lanes, tokens)
         for place in odd:
             if (seq := sequences.get(names[place])) is not None:
-                seq.written = lanes.starts[place] + 1
-                news.add(seq.group.peer, self._take(seq, drawn[place]))
+                seq.written = lanes.start(place) + 1
+                news.add(seq.group.peer, self._take(seq, Drawn(names[place], tokens[place])))
         news.add_lanes(lanes, tokens, odd)
+
+    def _update_others(self, rows: list[Row], drawn: list[Drawn], news: News) -> None:
+        sequences = self._sequences
+        for row in rows:
+            if (seq := sequences.get(row.seq)) is not None:
+                seq.written = row.start + len(row.tokens)
+        for result in drawn:
+            if (seq := sequences.get(result.seq)) is not None:
+                news.add(seq.group.peer, self._take(seq, result))
+
+    def _fail_what_is_no_number(self, drawn: abc.Sequence[Drawn]) -> None:
+        for result in drawn:
+            if result.token < 0 and (seq := self._sequences.get(result.seq)) is not None:
+                # Its KV of this step is suspect too, so it is freed without a commit of it.
+                self.fail(
+                    seq.group,
+                    Code.NOT_NUMBERS,
+                    "the model's output was not a number (NaN or infinity) for this request",
+                )
 
     def _take(self, seq: Sequence, result: Drawn) -> Delta:
         group, token = seq.group, result.token
@@ -499,7 +537,7 @@ class Scheduler:
         """Preempt for those who could not grow, and for a newcomer of better priority."""
         short: dict[Group, int] = {}
         available = self._available
-        for seq, seq_id in proposal.growing:
+        for _, _, seq, seq_id, _ in proposal.growing:
             refusal = refused.get(seq_id)
             if refusal is None or seq_id not in self._sequences:
                 continue

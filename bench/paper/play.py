@@ -240,7 +240,7 @@ class Watch:
     def prepare(self, plan: Plan) -> None:
         self._runner.prepare(plan)
 
-    def run(self, plan: Plan) -> list[Drawn]:
+    def run(self, plan: Plan) -> Sequence[Drawn]:
         now, outcome, running = self._clock(), self._outcome, self._scheduler.running
         counted = self._warm <= now <= self._until
         if counted and running:

@@ -97,6 +97,7 @@ class Step(Structure):
         ("outputs", c_int64),
         ("copies", c_int64),
         ("ids", c_void_p),
+        ("ahead", c_int64),
         ("starts", c_void_p),
         ("counts", c_void_p),
         ("tables", c_void_p),
@@ -114,7 +115,7 @@ class Step(Structure):
     )
 
 
-_STEP = struct.Struct("=4q11Qq3Q")  # its fields, in order
+_STEP = struct.Struct("=4qQq10Qq3Q")  # its fields, in order
 
 
 def step_of(
@@ -123,6 +124,7 @@ def step_of(
     rows: int,
     outputs: int,
     copies: int,
+    ahead: int,
     starts: int,
     counts: int,
     tables: int,
@@ -141,8 +143,8 @@ def step_of(
     """A step that lacks its `ids`. (To set it field by field takes longer.)"""
     return Step.from_buffer_copy(
         _STEP.pack(
-            tokens, rows, outputs, copies, 0, starts, counts, tables, copied, sampled, cosines, sines,
-            kept, logits, best, draws, drawn, positions, picked,
+            tokens, rows, outputs, copies, 0, ahead, starts, counts, tables, copied, sampled, cosines,
+            sines, kept, logits, best, draws, drawn, positions, picked,
         )
     )  # fmt: skip
 

@@ -56,6 +56,7 @@ struct Model {
 struct Step {
     i64 tokens, rows, outputs, copies;
     const i32* ids;                  // [tokens]
+    i64 ahead;                       // what all starts and positions lack
     const i32 *starts, *counts;      // [rows]
     const i32* const* tables;        // [rows], block ids
     const i32* copied;               // [copies][2]: source, target
@@ -212,17 +213,18 @@ class Engine {
         const size_t count = strips_of(n);
         strip_tiles.clear();
         for (i32 row = 0; row < s.rows; row++) {
+            const i32 start = s.starts[row] + (i32)s.ahead;
             for (i32 i = 0; i < s.counts[row]; i++, token++) {
-                positions.as<i32>()[token] = s.starts[row] + i;
+                positions.as<i32>()[token] = start + i;
                 owners.as<i32>()[token] = row;
                 const bool opens = (size_t)token == n * strip_tiles.size() / count;
                 if (opens) strip_tiles.push_back(tiles.size());
                 if (i == 0 || opens || tiles.back().count == most)
-                    tiles.push_back({row, token, 0, s.starts[row] + i, false});
+                    tiles.push_back({row, token, 0, start + i, false});
                 tiles.back().count++;
                 if (output < s.outputs && s.sampled[output] == token) tiles.back().sampled = true, output++;
             }
-            longest = std::max<size_t>(longest, s.starts[row] + s.counts[row]);
+            longest = std::max<size_t>(longest, start + s.counts[row]);
         }
         const size_t rows = most * group();
         for (auto& own : scratch) {
@@ -516,7 +518,7 @@ class Engine {
     void draw(int t, size_t index) {
         const Draw& draw = s.drawn[index];
         const float* row = s.logits + draw.row * m.vocab;
-        s.picked[index] = scratch[t].candidates.pick(row, m.vocab, draw, s.positions[index]);
+        s.picked[index] = scratch[t].candidates.pick(row, m.vocab, draw, s.positions[index] + (i32)s.ahead);
     }
 
     // Whole blocks, all layers. No target is a source, and none is a target twice.

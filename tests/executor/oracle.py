@@ -92,7 +92,7 @@ class Blocks:
 class Runs(Protocol):
     """What computes plans."""
 
-    def run(self, plan: Plan) -> list[Drawn]: ...
+    def run(self, plan: Plan) -> Sequence[Drawn]: ...
 
 
 def greedy(
@@ -115,7 +115,7 @@ def greedy(
             rows.append(Row(seq, start, part, blocks.table(seq, end), draws))
             computed[seq] = end
         step += 1
-        drawn: list[Drawn] = runner.run(Plan(step, rows))
+        drawn = runner.run(Plan(step, rows))
         for one in drawn:
             tokens[one.seq].append(one.token)
     return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from executor.news import News
-from executor.plan import Drawn, Lanes, Members, Plan
+from executor.plan import Drawn, Lanes, Members, Plan, Tables
 from executor.request import pack
 from tests.executor.driver import PEER, Driver
 from tests.executor.twins import live
@@ -46,7 +46,9 @@ def with_stop(limit: int, stop_at: int) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("first", range(0, 32, 8))
 def test_each_step_is_the_same_as_without_lanes_whatever_happens(first: int) -> None:
-    assert sum(live(seed) for seed in range(first, first + 8)) > 100
+    sides = [live(seed) for seed in range(first, first + 8)]
+    assert sum(side.lanes for side in sides) > 100
+    assert sum(side.went_on for side in sides) > 10
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -369,13 +371,14 @@ def lanes(*requests: tuple[bytes, int, int]) -> Lanes:
     count = len(requests)
     members = Members(
         list(range(1, count + 1)),
+        [1] * count,
         bytes(choice for _, _, choice in requests),
         [Sampling(seed=0)] * count,
         [[1]] * count,
         [peer for peer, _, _ in requests],
         array("Q", [number for _, number, _ in requests]).tobytes(),
     )
-    return Lanes(members, 0, [1] * count, [[1]] * count, [])
+    return Lanes(members, 0, Tables(1, [[1]] * count, []), [])
 
 
 def test_tokens_of_lanes_are_news_for_each_ones_gateway() -> None:

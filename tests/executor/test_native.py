@@ -16,7 +16,7 @@ import torch
 from executor.load import LoadedModel
 from executor.native import NativeRunner, why_not
 from executor.native_batch import Batch, Batches
-from executor.plan import UNKNOWN, Draw, Lanes, Members, Plan, Row
+from executor.plan import UNKNOWN, Draw, Lanes, Members, Plan, Row, Tables
 from executor.runner import Runner
 from executor.sampler import sample
 from kernels.cpu import build
@@ -552,10 +552,14 @@ def test_another_plan_than_the_one_prepared_may_run(loaded: LoadedModel) -> None
 # ---------------------------------------------------------------- lanes
 
 
-def members(samplings: Sequence[Sampling], names: Sequence[int] = ()) -> Members:
+def members(
+    samplings: Sequence[Sampling], names: Sequence[int] = (), offsets: Sequence[int] = ()
+) -> Members:
+    """Who stands in lanes; at step 0 each computes its 21st token unless there are other offsets."""
     count = len(samplings)
     return Members(
         list(names or range(1, count + 1)),
+        list(offsets or [20] * count),
         bytes(seq % 3 for seq in range(count)),
         list(samplings),
         [text(20, seq) for seq in range(count)],
@@ -583,16 +587,16 @@ def test_lanes_are_computed_and_drawn_like_the_rows_they_are(loaded: LoadedModel
     samplings = [GREEDY, HOT, Sampling(seed=2, temperature=0.8, top_k=5), GREEDY, HOT]
     asks = Sampling(seed=3, temperature=1, logprobs=2)
     both, apart = prefilled(loaded, 9), prefilled(loaded, 9)
-    who, shown = members(samplings), [table(seq) for seq in range(1, 6)]
+    who, shown = members(samplings), Tables(1, [table(seq) for seq in range(1, 6)], [])
     for step in range(6):
-        lanes = Lanes(who, step, [20 + step] * 5, shown, text(5, step))
+        lanes = Lanes(who, step, shown, text(5, step))
         others = [
             Row(6, 20 + step, [step], table(6), (draw(6, 21 + step, HOT),)),
             Row(7, 20 + step, [step], table(7)),
             Row(8, 20 + step, [step], table(8), (draw(8, 21 + step, asks), draw(9, 21 + step))),
         ][step % 3 :]
         copies = [Copy(7, 95)] if step % 2 else []
-        drawn = both.run(Plan(step, others, copies, lanes))
+        drawn = list(both.run(Plan(step, others, copies, lanes)))
         assert drawn == apart.run(Plan(step, lanes.rows() + others, copies))
         assert [one.seq for one in drawn[:5]] == [1, 2, 3, 4, 5]
 
@@ -603,22 +607,25 @@ def test_members_of_lanes_may_come_go_and_change_places(loaded: LoadedModel) -> 
     tables, done = {seq: table(seq) for seq in range(1, 9)}, dict.fromkeys(range(1, 9), 20)
     samplings = {seq: rng.choice([GREEDY, HOT]) for seq in range(1, 9)}
     for step in range(24):
+        changed: list[int] = []
         if step % 3 == 0:  # else the same as before
+            done = {seq: 20 + at % 5 for seq, at in done.items()}
             names = rng.sample(range(1, 9), rng.randint(1, 7))
-            who = members([samplings[seq] for seq in names], names)
-            shown = [tables[seq] for seq in names]
-        elif step % 3 == 1:  # one has another table, of the same blocks
+            offsets = [done[seq] - step for seq in names]
+            who = members([samplings[seq] for seq in names], names, offsets)
+        elif step % 3 == 1:  # one has another table
             moved = rng.choice(names)
+            changed = [names.index(moved)]
             tables[moved] = tables[moved].copy()
-            shown = [tables[seq] for seq in names]
-        lanes = Lanes(who, step, [done[seq] for seq in names], shown, text(len(names), step))
+        shown = Tables(step, [tables[seq] for seq in names], changed)
+        lanes = Lanes(who, step, shown, text(len(names), step))
         others = [
             Row(seq, done[seq], [seq], tables[seq], (draw(seq, done[seq] + 1, samplings[seq]),))
             for seq in range(1, 9)
             if seq not in names
         ]
-        done = {seq: 20 + (at + 1 - 20) % 8 for seq, at in done.items()}
-        drawn = both.run(Plan(step, others, [], lanes))
+        done = {seq: at + 1 for seq, at in done.items()}
+        drawn = list(both.run(Plan(step, others, [], lanes)))
         assert drawn == apart.run(Plan(step, lanes.rows() + others))
 
 
@@ -630,9 +637,9 @@ def test_lanes_laid_out_while_their_old_tables_are_in_use_take_nothing_from_thes
     new = [old[0], [*old[1][:5], 90, 91], old[2]]
 
     def plans(last: list[int]) -> tuple[Plan, Plan]:
-        first = Lanes(who, 0, [20] * 3, old, text(3, 5))
+        first = Lanes(who, 0, Tables(1, old, []), text(3, 5))
         return Plan(2, [], [], first), Plan(
-            3, [], [Copy(12 + 7, 90)], Lanes(who, 1, [21] * 3, new, last)
+            3, [], [Copy(12 + 7, 90)], Lanes(who, 1, Tables(2, new, [1]), last)
         )
 
     plain = prefilled(loaded, 3)
@@ -648,28 +655,34 @@ def test_lanes_laid_out_while_their_old_tables_are_in_use_take_nothing_from_thes
         inner(step)
 
     runner._engine.run = run  # type: ignore[method-assign]
-    got = [runner.run(first)]
+    got = [list(runner.run(first))]
     runner._engine.run = inner  # type: ignore[method-assign]
     assert second.lanes is not None
     second.lanes.tokens.extend(text(3, 6))
-    assert [*got, runner.run(second)] == want
+    assert [*got, list(runner.run(second))] == want
 
 
 def test_what_a_batch_of_lanes_points_to_stays_with_it_whoever_is_laid_out_next() -> None:
     batches = Batches(4, 64, 512, 260)
-    who = members([GREEDY] * 2)
-    small, large = [[1], [2]], [[1, 3], [2, 4]]
+    who = members([GREEDY] * 2, offsets=[0, 0])
 
-    def lanes(step: int, tables: list[list[int]]) -> Lanes:
-        return Lanes(who, step, [step] * 2, tables, [])
+    def lanes(step: int, blocks: list[list[int]], changed: list[int]) -> Lanes:
+        return Lanes(who, step, Tables(step, blocks, changed), [])
 
-    # A step that was prepared, then the one before it, then the next.
-    held = [batches.of([], lanes(*of)) for of in ((2, large), (1, small), (3, [[1, 5], [2, 6]]))]
-    for batch, blocks in zip(held, ([1, 3, 2, 4], [1, 2], [1, 5, 2, 6]), strict=True):
-        (tables,) = batch.held
-        assert isinstance(tables, list)
-        assert [table.address for table in tables] == list(batch.addresses)
-        assert [block for table in tables for block in table.ids] == blocks
+    # A step that was prepared, then the one before it, then two that follow, and one after a gap.
+    shown = {
+        2: [[1, 3], [2, 4]],
+        1: [[1], [2]],
+        3: [[1, 5], [2, 6]],
+        6: [[8, 9], [9, 8]],
+    }
+    shown[4] = [shown[3][0], [2, 7]]
+    steps = 2, 1, 3, 4, 6
+    held = [batches.of([], lanes(step, shown[step], [1] if step == 4 else [])) for step in steps]
+    for batch, step in zip(held, steps, strict=True):
+        tables = batch.held
+        assert [table.address for table in tables] == list(batch.addresses)  # type: ignore[attr-defined]
+        assert [list(table.ids) for table in tables] == shown[step]  # type: ignore[attr-defined]
 
 
 def test_a_plan_prepared_while_another_is_laid_out_takes_nothing_from_it(
@@ -678,10 +691,11 @@ def test_a_plan_prepared_while_another_is_laid_out_takes_nothing_from_it(
     """Whoever ended has no row, so `run` lays out anew while the loop prepares what follows."""
     runner, who = prefilled(loaded, 2), members([GREEDY] * 2)
     old = [table(seq) for seq in (1, 2)]
-    runner.run(Plan(2, [], [], Lanes(who, 0, [20] * 2, old, text(2, 4))))
-    first = Plan(2, [], [], Lanes(who, 0, [20] * 2, old, text(2, 5)))
-    second = Plan(3, [], [], Lanes(who, 1, [21] * 2, [[*blocks] for blocks in old], []))
-    want = prefilled(loaded, 2).run(first)
+    runner.run(Plan(2, [], [], Lanes(who, 0, Tables(1, old, []), text(2, 4))))
+    first = Plan(2, [], [], Lanes(who, 0, Tables(1, old, []), text(2, 5)))
+    new = Tables(2, [[*blocks] for blocks in old], [0, 1])
+    second = Plan(3, [], [], Lanes(who, 1, new, []))
+    want = list(prefilled(loaded, 2).run(first))
     of, used = Batches._of_lanes, list[bytes]()
 
     def interrupted(batches: Batches, lanes: Lanes) -> Batch:
@@ -696,14 +710,13 @@ def test_a_plan_prepared_while_another_is_laid_out_takes_nothing_from_it(
     monkeypatch.setattr(Batches, "_of_lanes", interrupted)
     got = runner.run(first)
     loop.join()
-    assert got == want
+    assert list(got) == want
 
 
 def test_lanes_whose_tokens_are_still_unknown_are_not_computed(loaded: LoadedModel) -> None:
     runner = native(loaded)
-    plan = Plan(
-        1, [Row(9, 0, [1, 2], [9])], [], Lanes(members([GREEDY] * 2), 0, [0, 0], [[5], [6]], [])
-    )
+    lanes = Lanes(members([GREEDY] * 2, offsets=[0, 0]), 0, Tables(1, [[5], [6]], []), [])
+    plan = Plan(1, [Row(9, 0, [1, 2], [9])], [], lanes)
     runner.prepare(plan)
     with pytest.raises(ValueError, match="token -1"):
         runner.run(plan)
@@ -724,14 +737,19 @@ def test_lanes_whose_tokens_are_still_unknown_are_not_computed(loaded: LoadedMod
 def test_an_id_out_of_range_in_a_lane_is_refused_whenever_it_comes(
     loaded: LoadedModel, start: int, token: int, blocks: list[int], said: str
 ) -> None:
-    who, good = members([GREEDY, GREEDY]), [2, 3]
-    bad = Plan(2, [], [], Lanes(who, 1, [0, start], [good, blocks], [1, token]))
+    good = [2, 3]
+    who = members([GREEDY, GREEDY], offsets=[0, start - 1])
+    bad = Plan(2, [], [], Lanes(who, 1, Tables(2, [good, blocks], [1]), [1, token]))
     fresh = native(loaded)
     with pytest.raises(ValueError, match=said):
         fresh.run(bad)
     assert (fresh.kv.memory == POISON).all()
     runner = native(loaded)
-    runner.run(Plan(1, [], [], Lanes(who, 0, [0, 0], [good, [5]], [1, 1])))
+    if start > 0:  # the same two, a step before
+        first = Lanes(who, 0, Tables(1, [good, [5] * 200], []), [1, 1])
+    else:
+        first = Lanes(members([GREEDY] * 2, offsets=[0, 0]), 0, Tables(1, [good, [5]], []), [1, 1])
+    runner.run(Plan(1, [], [], first))
     before = runner.kv.memory.copy()
     with pytest.raises(ValueError, match=said):
         runner.run(bad)
@@ -742,7 +760,7 @@ def test_one_lane_of_nan_fails_alone(loaded: LoadedModel) -> None:
     runner = prefilled(loaded, 4)
     # The tables of the second and the third claim blocks that hold NaN.
     shown = [table(1), [90] * 7, [91] * 7, table(4)]
-    lanes = Lanes(members([GREEDY, GREEDY, HOT, HOT]), 0, [20] * 4, shown, text(4))
+    lanes = Lanes(members([GREEDY, GREEDY, HOT, HOT]), 0, Tables(1, shown, []), text(4))
     tokens = [one.token for one in runner.run(Plan(2, [], [], lanes))]
     assert tokens[1:3] == [-1, -1]
     assert min(tokens[0], tokens[3]) >= 0

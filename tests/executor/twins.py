@@ -10,7 +10,7 @@ from typing import Any
 from executor.accept import Bounds
 from executor.memory import Fenced
 from executor.news import News
-from executor.plan import Drawn, Plan
+from executor.plan import UNKNOWN, Drawn, Plan
 from executor.request import Sequence, pack
 from executor.scheduler import Scheduler
 from tests.fakes import END, VOCAB, FakeRunner, LocalMemory
@@ -55,6 +55,7 @@ class Side:
         self.failed: list[Any] = []
         self.seen: list[Any] = []  # of the last turn: what both must have in common
         self.lanes = 0  # rows that were in lanes, in all
+        self.went_on = 0  # plans that were started before the tokens were taken in
 
     def turn(self, turn: Turn) -> None:
         """As the engine does it."""
@@ -90,7 +91,16 @@ class Side:
             scheduler.step_lost(plan)
         else:
             drawn = self.runner.run(plan) if plan.computes else []
-            self._hear(scheduler.update(plan, [self._ill(one, turn.ill) for one in drawn]))
+            drawn = [self._ill(one, turn.ill) for one in drawn]
+            # The engine would start the next step now, so from here on it must not change.
+            on = following is not None and scheduler.goes_on(plan, following, drawn)
+            started = following.rows if following is not None and on else []
+            self._hear(scheduler.update(plan, drawn))
+            if on and following is not None:
+                assert scheduler.complete(following) is following
+                assert following.rows == started
+                assert UNKNOWN not in [token for row in started for token in row.tokens]
+                self.went_on += 1
         self._abort(turn, "updated")
         try:
             granted = granted or self.memory.answer(lambda: None)
@@ -248,8 +258,8 @@ def script(draw: random.Random, *, tight: bool) -> tuple[Bounds, int, list[Turn]
     return bounds, draw.choice([0, 10, 40]), turns
 
 
-def live(seed: int, *, tight: bool = False) -> int:
-    """Live it twice, with the same in every step; returns how many rows were in lanes.
+def live(seed: int, *, tight: bool = False) -> Side:
+    """Live it twice, with the same in every step; returns the one with lanes.
 
     Args:
         tight: steps may lack tokens for all that flow. Those in lanes do not lose theirs to chunks of
@@ -268,7 +278,7 @@ def live(seed: int, *, tight: bool = False) -> int:
     aborted |= {(peer, request) for peer, request, _ in one.failed + two.failed}
     if not tight:
         assert one.texts == two.texts
-        return one.lanes
+        return one
     for side in (one, two):
         assert not side.scheduler.busy, seed
         assert side.memory.used() == 0
@@ -280,4 +290,4 @@ def live(seed: int, *, tight: bool = False) -> int:
         if key[:2] not in aborted:
             assert len(texts[0]) == len(texts[1]), (seed, key)
             assert one.finished[key] == two.finished[key]
-    return one.lanes
+    return one

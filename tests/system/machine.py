@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,7 +36,7 @@ class Text:
 class Runs(Protocol):
     """What computes plans."""
 
-    def run(self, plan: Plan) -> list[Drawn]: ...
+    def run(self, plan: Plan) -> Sequence[Drawn]: ...
 
 
 class Machine:
