@@ -10,7 +10,7 @@ itself (`bench.step_loop`).
         [--parts]
 
 With --parts also the CPU time of each part of a step in the executor, median over all loads. Those of Python
-are propose, settle, prepare, update, complete; emit, service, ask, hear are mostly ZeroMQ and the system.
+are propose, settle, prepare, goes_on, go_on; emit, service, ask, hear are mostly ZeroMQ and the system.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class Probe:
     def run(self, step: native.Step) -> None:
         started, spent = time.perf_counter(), self._times()
         self._engine.run(step)
-        load = (step.rows, float(step.draws > 0))
-        decoding = step.tokens == step.rows == step.outputs
+        tokens, rows, outputs = step[: native.COPIES]
+        load = (rows, float(step[native.DRAWS] > 0))
+        decoding = tokens == rows == outputs
         last, device, loop = self._ended, *self._spent
         self._ended, self._spent = time.perf_counter(), self._times()
         if decoding and load == self._last:
@@ -103,7 +104,7 @@ class Probe:
 
 
 PARTS: dict[type, tuple[str, ...]] = {
-    Scheduler: ("propose", "settle", "update", "complete"),
+    Scheduler: ("propose", "settle", "goes_on", "go_on", "update"),
     NativeRunner: ("prepare",),
     Server: ("service", "emit"),
     RemoteMemory: ("ask", "hear"),

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, MutableSequence
 from typing import Any
 
-from executor.plan import UNKNOWN, Lanes, Members, Tables
+from executor.plan import UNKNOWN, Ids, Lanes, Members, Tables
 from executor.request import Sequence
 from executor.sampler import is_plain
 from wire.sampling import Sampling
@@ -50,7 +50,7 @@ class Decoding:
         self._moved: list[int] = []  # lanes whose tables have changed since
         self._version = 0
         # Tokens by step and lane, from step `_logged` on, and whose the last ones are.
-        self._log: list[list[int]] = []
+        self._log: list[Ids] = []
         self._logged = 0
         self._latest: Members | None = None
         self._calendar: dict[int, list[Sequence]] = {}
@@ -211,18 +211,18 @@ class Decoding:
 
     # ------------------------------------------------------------ after a step
 
-    def take(self, lanes: Lanes, tokens: list[int]) -> None:
+    def take(self, lanes: Lanes, tokens: Ids) -> None:
         """The tokens of a step. Those of sequences that left since are ignored."""
         if not self._log:
             self._logged = lanes.step
         elif lanes.step >= self._logged + len(self._log):
             # A step of which nobody was left was not run.
-            self._log += [[]] * (lanes.step - self._logged - len(self._log))
+            self._log += [array("i")] * (lanes.step - self._logged - len(self._log))
         members = self._now()
         self._latest = members
         if members is not lanes.members:
             found = dict(zip(lanes.members.names, tokens, strict=True))
-            tokens = [found.get(name, UNKNOWN) for name in self._names]
+            tokens = array("i", [found.get(name, UNKNOWN) for name in self._names])
             if UNKNOWN in tokens:
                 self._latest = None
         self._log.append(tokens)
@@ -286,17 +286,20 @@ class Decoding:
             changed, self._moved = self._moved, []
             self._version += 1
             shown = self._shown = Tables(self._version, self._tables.copy(), changed)
-        return Lanes(members, step, shown, self._tokens(members) if known else [])
+        return Lanes(members, step, shown, self._tokens(members) if known else array("i"))
 
-    def _tokens(self, members: Members) -> list[int]:
+    def _tokens(self, members: Members) -> Ids:
         """The last token of every lane."""
         if self._log and self._latest is members:
-            return self._log[-1].copy()
+            return self._log[-1][:]
         taken = self._taken
-        return [
-            self._log[-1][lane] if self._since[lane] < taken else self._seqs[lane].tokens[-1]
-            for lane in range(len(self._seqs))
-        ]
+        return array(
+            "i",
+            [
+                self._log[-1][lane] if self._since[lane] < taken else self._seqs[lane].tokens[-1]
+                for lane in range(len(self._seqs))
+            ],
+        )
 
 
 def last_position(seq: Sequence) -> int:

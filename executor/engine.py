@@ -245,8 +245,7 @@ class Engine:
 
         self._worker.wait(then, self._care, CARE_S)
         if beside is not None:
-            self._news = scheduler.update(computed, beside)
-            scheduler.complete(self._plan)
+            self._news = scheduler.go_on(computed, beside)
         if self._lost_steps == 0:
             self._count(computed)
         if granted is None:

@@ -226,9 +226,9 @@ class NativeRunner:
             self._logit_rows = batch.logits
         if batch.longest > self._positions:
             self._turn(batch.longest)
-        copied = array(
-            "i", copy_ids(plan.copies, self.kv.num_blocks).ravel() if plan.copies else ()
-        )
+        copied = array("i")
+        if plan.copies:
+            copied = array("i", copy_ids(plan.copies, self.kv.num_blocks).ravel())
         drawn = array("b", batch.packed)
         best, picked = room_for(len(batch.ends)), room_for(len(batch.positions))
         cosines, sines = self._angles_at
@@ -237,6 +237,7 @@ class NativeRunner:
             rows=len(batch.starts),
             outputs=len(batch.ends),
             copies=len(plan.copies),
+            ids=0,
             ahead=batch.ahead,
             starts=address(batch.starts),
             counts=address(batch.counts),
@@ -265,7 +266,7 @@ class NativeRunner:
     def _step(self, ready: _Ready) -> None:
         """Put in the tokens, and go."""
         ids = self._batches.ids(ready.plan.others, ready.plan.lanes)
-        ready.step.ids = address(ids)
+        ready.step[native.IDS] = address(ids)
         self._engine.run(ready.step)
 
 

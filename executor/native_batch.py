@@ -84,12 +84,15 @@ class Batch(Struct):
             sampled: [hosts].
         """
         if not self.draws and len(picked) in (0, len(self.lanes)):
-            return Results(self.lanes, (picked or best).tolist(), [])
+            return Results(self.lanes, picked or best, [])
         picks, hosts = iter(picked), iter(sampled)
-        tokens = [
-            token if maker == GREEDY else next(picks)
-            for token, maker in zip(best, self.makers, strict=False)
-        ]
+        tokens = array(
+            "i",
+            [
+                token if maker == GREEDY else next(picks)
+                for token, maker in zip(best, self.makers, strict=False)
+            ],
+        )
         others = [
             Drawn(draw.seq, best[index] if maker == GREEDY else next(picks))
             if maker != HOST
@@ -150,12 +153,12 @@ class Batches:
         Raises:
             ValueError: one is out of range.
         """
-        ids = [token for row in rows for token in row.tokens]
+        ids = array("i", [token for row in rows for token in row.tokens])
         if lanes is not None:
-            ids = (lanes.tokens or [UNKNOWN] * len(lanes)) + ids
+            ids = (lanes.tokens or array("i", [UNKNOWN]) * len(lanes)) + ids
         if ids and (min(ids) < 0 or max(ids) >= self._vocab):
             check_range("token", np.array(ids), 0, self._vocab)
-        return array("i", ids)
+        return ids
 
     def _of_lanes(self, lanes: Lanes) -> Batch:
         known, step = self._known, lanes.step

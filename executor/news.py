@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from executor.plan import Lanes
+from executor.plan import Ids, Lanes
 from wire.generate import Delta, Tokens
 
 
@@ -32,13 +32,12 @@ class News(Struct):
         self.deltas.append((peer, delta))
         self.count += 1
 
-    def add_lanes(self, lanes: Lanes, tokens: list[int], without: Sequence[int]) -> None:
+    def add_lanes(self, lanes: Lanes, tokens: Ids, without: Sequence[int]) -> None:
         """The tokens of lanes, but for those at these places."""
         members = lanes.members
         peers, ids, choices = members.peers, members.ids, members.choices
         if not without and peers.count(peers[0]) == len(peers):
-            drawn = array("I", tokens).tobytes()
-            self.tokens.append((peers[0], Tokens(ids, choices, drawn)))
+            self.tokens.append((peers[0], Tokens(ids, choices, tokens.tobytes())))
         else:
             numbers, gone = array("Q", ids), set(without)
             places: dict[bytes, list[int]] = {}

@@ -7,8 +7,9 @@ and a single decoded token are the same thing: tokens at consecutive positions o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import TypeAlias, overload
 
 from msgspec import Struct
 
@@ -30,6 +31,7 @@ class Draw(Struct, frozen=True, gc=False):
     ] = ()  # ids that may not be drawn yet: end and stop ids before min_tokens
 
 
+Ids: TypeAlias = "array[int]"  # token ids, or positions: signed, of 32 bits
 UNKNOWN = -1  # in the place of a token that the step before is still to draw
 
 
@@ -75,7 +77,7 @@ class Lanes(Struct, frozen=True, gc=False):
     members: Members
     step: int  # rises by one with each step that has lanes
     tables: Tables
-    tokens: list[int]  # empty while the step before is still to draw them
+    tokens: Ids  # empty while the step before is still to draw them
 
     def __len__(self) -> int:
         return len(self.members.names)
@@ -145,7 +147,7 @@ class Results(Sequence[Drawn]):
 
     __slots__ = ("lanes", "others", "tokens")
 
-    def __init__(self, lanes: Sequence[int], tokens: list[int], others: list[Drawn]) -> None:
+    def __init__(self, lanes: Sequence[int], tokens: Ids, others: list[Drawn]) -> None:
         """
         Args:
             lanes: their sequences.
@@ -169,8 +171,8 @@ class Results(Sequence[Drawn]):
         return list(self)[place]
 
 
-def of_lanes(drawn: Sequence[Drawn], count: int) -> tuple[list[int], list[Drawn]]:
+def of_lanes(drawn: Sequence[Drawn], count: int) -> tuple[Ids, list[Drawn]]:
     """The tokens of so many lanes, and all other draws."""
     if isinstance(drawn, Results):
         return drawn.tokens, drawn.others
-    return [one.token for one in drawn[:count]], list(drawn[count:])
+    return array("i", [one.token for one in drawn[:count]]), list(drawn[count:])

@@ -34,7 +34,7 @@ from executor.accept import Bounds, accept, blocks_needed
 from executor.budget import cut
 from executor.decoding import Decoding
 from executor.news import News
-from executor.plan import Drawn, Lanes, Plan, Row, of_lanes
+from executor.plan import Drawn, Ids, Lanes, Plan, Row, of_lanes
 from executor.proposal import Proposal, Wants
 from executor.queue import Habits, Queue
 from executor.request import Group, Sequence, State
@@ -196,7 +196,7 @@ class Scheduler:
 
     def goes_on(self, plan: Plan, following: Plan, drawn: abc.Sequence[Drawn]) -> bool:
         """Whether the plan settled before `update` is right as it is: all decode, as in the one before, and
-        nobody ended. Then its tokens are put in, and `update` and `complete` may come while it runs.
+        nobody ended. Then its tokens are put in, and `go_on` may come while it runs.
 
         Args:
             plan: whose draws these are.
@@ -216,6 +216,16 @@ class Scheduler:
             return False
         lanes.tokens.extend(tokens)
         return True
+
+    def go_on(self, plan: Plan, drawn: abc.Sequence[Drawn]) -> News:
+        """`update` and `complete` where `goes_on` was true: nobody comes or goes."""
+        lanes, news = plan.lanes, News()
+        if lanes is not None:
+            tokens, _ = of_lanes(drawn, len(lanes))
+            self._decoding.take(lanes, tokens)
+            news.add_lanes(lanes, tokens, ())
+            self.counters.generated_tokens += news.count
+        return news
 
     def may_settle(self, granted: Granted) -> bool:
         """Whether `settle` may come before `update`: whom to preempt depends on who is finished by then."""
@@ -423,7 +433,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ update, in parts
 
-    def _update_lanes(self, lanes: Lanes, tokens: list[int], news: News) -> None:
+    def _update_lanes(self, lanes: Lanes, tokens: Ids, news: News) -> None:
         decoding, sequences, names = self._decoding, self._sequences, lanes.members.names
         if decoding.may_end(tokens):
             for name, token in zip(names, tokens, strict=True):

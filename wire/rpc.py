@@ -21,13 +21,14 @@ from types import TracebackType
 from typing import Self
 
 import zmq
+import zmq.backend
 
 MAX_IPC_PATH = 107  # bytes in sockaddr_un.sun_path, less the closing zero
 
 # Made once: zmq's flags are Python enums, and adding two takes longer than sending.
 _NOW = int(zmq.NOBLOCK)
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-_CAN_RECEIVE = int(zmq.POLLIN)
+_send = zmq.backend.Socket.send  # what zmq.Socket.send calls, after things that are not used here
 
 
 class PeerGone(Exception):
@@ -137,16 +138,10 @@ class _Socket:
         return bool(self._poller.poll(timeout_ms))
 
     def more(self) -> bool:
-        """Whether a message waits. Trying to take one costs three times as much where none does."""
-        self.empty = not int(self.raw.get(zmq.EVENTS)) & _CAN_RECEIVE
+        """Whether a message waits. Trying to take one costs three times as much where none does, and pyzmq
+        makes more of asking for an option than of polling."""
+        self.empty = not self._poller.poll(0)
         return not self.empty
-
-    def _skip_rest(self) -> bool:
-        """Drop the parts that follow the one just taken; whether there were any."""
-        more = bool(self.raw.getsockopt(zmq.RCVMORE))
-        while more and self.raw.getsockopt(zmq.RCVMORE):
-            self.raw.recv(_NOW)
-        return more
 
     def close(self) -> None:
         self.raw.close(linger=0)
@@ -203,12 +198,19 @@ class Router(_Socket):
             except zmq.Again:
                 self.empty = True
                 return
-            payload = self.raw.recv(_NOW)  # a message is there whole, or not at all
+            payload = self._payload()  # a message is there whole, or not at all
             self.empty = False
-            if not self._skip_rest():
+            if payload is not None:
                 yield peer, payload
             if not self.more():
                 return
+
+    def _payload(self) -> bytes | None:
+        """The next part, which must be the last of its message: else None, and the rest is dropped."""
+        first = part = self.raw.recv(_NOW, copy=False)
+        while part.more:
+            part = self.raw.recv(_NOW, copy=False)
+        return first.bytes if part is first else None
 
     def send(self, peer: bytes, payload: bytes) -> None:
         """Queue one message for a peer.
@@ -219,8 +221,8 @@ class Router(_Socket):
         """
         self.empty = False
         try:
-            self.raw.send(peer, _NOW_AND_MORE)
-            self.raw.send(payload, _NOW)
+            _send(self.raw, peer, _NOW_AND_MORE)
+            _send(self.raw, payload, _NOW)
         except zmq.Again:
             raise PeerSlow from None
         except zmq.ZMQError as error:
@@ -246,7 +248,8 @@ class Dealer(_Socket):
         self.raw.connect(self._endpoint)
 
     def receive(self, most: int = 1024) -> Iterator[bytes]:
-        """Yield up to `most` waiting payloads; messages of more than one part are dropped."""
+        """Yield up to `most` waiting payloads. Peers send messages of one part; were there more, each would
+        be a payload of its own."""
         for _ in range(most):
             try:
                 payload = self.raw.recv(_NOW)
@@ -254,8 +257,7 @@ class Dealer(_Socket):
                 self.empty = True
                 return
             self.empty = False
-            if not self._skip_rest():
-                yield payload
+            yield payload
             if not self.more():
                 return
 
@@ -267,7 +269,7 @@ class Dealer(_Socket):
         """
         self.empty = False
         try:
-            self.raw.send(payload, _NOW)
+            _send(self.raw, payload, _NOW)
         except zmq.Again:
             raise PeerGone from None
 

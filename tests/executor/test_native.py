@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import threading
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ import torch
 from executor.load import LoadedModel
 from executor.native import NativeRunner, why_not
 from executor.native_batch import Batch, Batches
-from executor.plan import UNKNOWN, Draw, Lanes, Members, Plan, Row, Tables
+from executor.plan import UNKNOWN, Draw, Ids, Lanes, Members, Plan, Row, Tables
 from executor.runner import Runner
 from executor.sampler import sample
 from kernels.cpu import build
 from kernels.cpu.features import Variant, usable
-from kernels.cpu.native import Step
+from kernels.cpu.native import ROWS, Step
 from tests.executor.oracle import GREEDY, Blocks, greedy, load, poisoned_runner
 from tests.tiny import write_tiny_model
 from wire.memory import Copy
@@ -520,7 +521,7 @@ def test_a_plan_laid_out_while_another_runs_takes_nothing_from_it(loaded: Loaded
     used: list[bytes] = []
 
     def run(step: Step) -> None:
-        if step.rows == 2:
+        if step[ROWS] == 2:
             runner.prepare(second)
             used.extend(
                 bytes(bytearray(20)) for _ in range(1000)
@@ -568,6 +569,10 @@ def members(
     )
 
 
+def ids(tokens: Sequence[int]) -> Ids:
+    return array("i", tokens)
+
+
 def table(seq: int) -> list[int]:
     """Blocks of a sequence's 20 tokens and 8 more."""
     return [*range(7 * seq, 7 * seq + 7)]
@@ -589,7 +594,7 @@ def test_lanes_are_computed_and_drawn_like_the_rows_they_are(loaded: LoadedModel
     both, apart = prefilled(loaded, 9), prefilled(loaded, 9)
     who, shown = members(samplings), Tables(1, [table(seq) for seq in range(1, 6)], [])
     for step in range(6):
-        lanes = Lanes(who, step, shown, text(5, step))
+        lanes = Lanes(who, step, shown, ids(text(5, step)))
         others = [
             Row(6, 20 + step, [step], table(6), (draw(6, 21 + step, HOT),)),
             Row(7, 20 + step, [step], table(7)),
@@ -618,7 +623,7 @@ def test_members_of_lanes_may_come_go_and_change_places(loaded: LoadedModel) -> 
             changed = [names.index(moved)]
             tables[moved] = tables[moved].copy()
         shown = Tables(step, [tables[seq] for seq in names], changed)
-        lanes = Lanes(who, step, shown, text(len(names), step))
+        lanes = Lanes(who, step, shown, ids(text(len(names), step)))
         others = [
             Row(seq, done[seq], [seq], tables[seq], (draw(seq, done[seq] + 1, samplings[seq]),))
             for seq in range(1, 9)
@@ -637,9 +642,9 @@ def test_lanes_laid_out_while_their_old_tables_are_in_use_take_nothing_from_thes
     new = [old[0], [*old[1][:5], 90, 91], old[2]]
 
     def plans(last: list[int]) -> tuple[Plan, Plan]:
-        first = Lanes(who, 0, Tables(1, old, []), text(3, 5))
+        first = Lanes(who, 0, Tables(1, old, []), ids(text(3, 5)))
         return Plan(2, [], [], first), Plan(
-            3, [], [Copy(12 + 7, 90)], Lanes(who, 1, Tables(2, new, [1]), last)
+            3, [], [Copy(12 + 7, 90)], Lanes(who, 1, Tables(2, new, [1]), ids(last))
         )
 
     plain = prefilled(loaded, 3)
@@ -667,7 +672,7 @@ def test_what_a_batch_of_lanes_points_to_stays_with_it_whoever_is_laid_out_next(
     who = members([GREEDY] * 2, offsets=[0, 0])
 
     def lanes(step: int, blocks: list[list[int]], changed: list[int]) -> Lanes:
-        return Lanes(who, step, Tables(step, blocks, changed), [])
+        return Lanes(who, step, Tables(step, blocks, changed), ids([]))
 
     # A step that was prepared, then the one before it, then two that follow, and one after a gap.
     shown = {
@@ -691,10 +696,10 @@ def test_a_plan_prepared_while_another_is_laid_out_takes_nothing_from_it(
     """Whoever ended has no row, so `run` lays out anew while the loop prepares what follows."""
     runner, who = prefilled(loaded, 2), members([GREEDY] * 2)
     old = [table(seq) for seq in (1, 2)]
-    runner.run(Plan(2, [], [], Lanes(who, 0, Tables(1, old, []), text(2, 4))))
-    first = Plan(2, [], [], Lanes(who, 0, Tables(1, old, []), text(2, 5)))
+    runner.run(Plan(2, [], [], Lanes(who, 0, Tables(1, old, []), ids(text(2, 4)))))
+    first = Plan(2, [], [], Lanes(who, 0, Tables(1, old, []), ids(text(2, 5))))
     new = Tables(2, [[*blocks] for blocks in old], [0, 1])
-    second = Plan(3, [], [], Lanes(who, 1, new, []))
+    second = Plan(3, [], [], Lanes(who, 1, new, ids([])))
     want = list(prefilled(loaded, 2).run(first))
     of, used = Batches._of_lanes, list[bytes]()
 
@@ -715,7 +720,7 @@ def test_a_plan_prepared_while_another_is_laid_out_takes_nothing_from_it(
 
 def test_lanes_whose_tokens_are_still_unknown_are_not_computed(loaded: LoadedModel) -> None:
     runner = native(loaded)
-    lanes = Lanes(members([GREEDY] * 2, offsets=[0, 0]), 0, Tables(1, [[5], [6]], []), [])
+    lanes = Lanes(members([GREEDY] * 2, offsets=[0, 0]), 0, Tables(1, [[5], [6]], []), ids([]))
     plan = Plan(1, [Row(9, 0, [1, 2], [9])], [], lanes)
     runner.prepare(plan)
     with pytest.raises(ValueError, match="token -1"):
@@ -739,16 +744,18 @@ def test_an_id_out_of_range_in_a_lane_is_refused_whenever_it_comes(
 ) -> None:
     good = [2, 3]
     who = members([GREEDY, GREEDY], offsets=[0, start - 1])
-    bad = Plan(2, [], [], Lanes(who, 1, Tables(2, [good, blocks], [1]), [1, token]))
+    bad = Plan(2, [], [], Lanes(who, 1, Tables(2, [good, blocks], [1]), ids([1, token])))
     fresh = native(loaded)
     with pytest.raises(ValueError, match=said):
         fresh.run(bad)
     assert (fresh.kv.memory == POISON).all()
     runner = native(loaded)
     if start > 0:  # the same two, a step before
-        first = Lanes(who, 0, Tables(1, [good, [5] * 200], []), [1, 1])
+        first = Lanes(who, 0, Tables(1, [good, [5] * 200], []), ids([1, 1]))
     else:
-        first = Lanes(members([GREEDY] * 2, offsets=[0, 0]), 0, Tables(1, [good, [5]], []), [1, 1])
+        first = Lanes(
+            members([GREEDY] * 2, offsets=[0, 0]), 0, Tables(1, [good, [5]], []), ids([1, 1])
+        )
     runner.run(Plan(1, [], [], first))
     before = runner.kv.memory.copy()
     with pytest.raises(ValueError, match=said):
@@ -760,7 +767,7 @@ def test_one_lane_of_nan_fails_alone(loaded: LoadedModel) -> None:
     runner = prefilled(loaded, 4)
     # The tables of the second and the third claim blocks that hold NaN.
     shown = [table(1), [90] * 7, [91] * 7, table(4)]
-    lanes = Lanes(members([GREEDY, GREEDY, HOT, HOT]), 0, Tables(1, shown, []), text(4))
+    lanes = Lanes(members([GREEDY, GREEDY, HOT, HOT]), 0, Tables(1, shown, []), ids(text(4)))
     tokens = [one.token for one in runner.run(Plan(2, [], [], lanes))]
     assert tokens[1:3] == [-1, -1]
     assert min(tokens[0], tokens[3]) >= 0

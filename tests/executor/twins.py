@@ -95,7 +95,7 @@ class Side:
             # The engine would start the next step now, so from here on it must not change.
             on = following is not None and scheduler.goes_on(plan, following, drawn)
             started = following.rows if following is not None and on else []
-            self._hear(scheduler.update(plan, drawn))
+            self._hear(scheduler.go_on(plan, drawn) if on else scheduler.update(plan, drawn))
             if on and following is not None:
                 assert scheduler.complete(following) is following
                 assert following.rows == started
