@@ -51,7 +51,7 @@ format: install ## rewrite the code in the house format
 	$(BIN)/ruff format .
 
 bench: install ## measure this machine: every program of bench/ that needs no running server and no GPU
-	@for name in $(filter-out serve streams vllm_client llama gpu_check,$(basename $(notdir $(wildcard bench/[a-z]*.py)))) memd; do \
+	@for name in $(filter-out serve streams vllm_client llama gpu_check executor_python,$(basename $(notdir $(wildcard bench/[a-z]*.py)))) memd; do \
 	  echo "== bench.$$name"; $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
 clean: ## remove everything that was built or installed here

@@ -3,8 +3,8 @@
 Most sequences are like that in most steps, and to look at each of them would cost more than all else: between
 two looks the model's weights have passed through the caches, and a sequence with its request is dozens of
 lines of memory. So here they stand in *lanes*, columns by place; a step adds one to a counter and a list of
-tokens to a log. Their own counters and tokens lag behind and are brought up to date (`sync`) when somebody
-needs them: at the end of a block, or of a sequence.
+tokens to a log. Their own counters and tokens lag behind and are brought up to date (`sync`) every 32 steps,
+and when somebody needs them: at the end of a sequence, or while memd has not heard of its prompt.
 
 Steps are counted from 0. A lane's row in step `g` is at position `offset + g`; `granted` steps have rows,
 of `taken` of them the tokens are here.
@@ -171,9 +171,8 @@ class Decoding:
         lane = seq.lane
         return self._offsets[lane] + self._granted >= self._lasts[lane]
 
-    def plan_ahead(self, seq: Sequence) -> None:
-        """Have it looked after when it needs a block, as long as memd has not heard of its prompt, and at its
-        end."""
+    def plan_ahead(self, seq: Sequence, *, soon: bool) -> None:
+        """Have it looked after when it needs a block and at its end, or before the next step."""
         lane, size = seq.lane, self._size
         place = self._offsets[lane] + self._granted
         wait = self._lasts[lane] - place
@@ -182,7 +181,7 @@ class Decoding:
             room = size - place % size  # what it asks for now
         if room < wait:
             wait = room
-        if wait < 1 or seq.untold(size):
+        if soon or wait < 1:
             wait = 1
         self._due[lane] = when = self._granted + wait
         if (others := self._calendar.get(when)) is None:
@@ -204,8 +203,9 @@ class Decoding:
         if not self._seqs:
             return None
         # Whoever ended since is waited for no more, though a step that draws for it may still run.
-        waits = any(seq.pending for seq in joined if seq.lane >= 0)
-        known = self._taken == self._granted and not waits
+        known = self._taken == self._granted and not any(
+            seq.pending for seq in joined if seq.lane >= 0
+        )
         self._granted += 1
         return self._lanes(self._granted - 1, known)
 
@@ -228,10 +228,8 @@ class Decoding:
         self._log.append(tokens)
         self._taken = lanes.step + 1
         if len(self._log) >= _LOG_STEPS:
-            self._stops.clear()
-            for seq in self._seqs:
-                self.sync(seq)
-                self._stops |= seq.group.stops
+            self._give_out()
+            self._stops = set().union(*{seq.group.stops for seq in self._seqs})
             self._log.clear()
 
     def may_end(self, tokens: Iterable[int]) -> bool:
@@ -265,6 +263,21 @@ class Decoding:
         granted = self._granted
         pairs = zip(self._names, self._offsets, strict=True)
         return [number for name, offset in pairs for number in (name, offset + granted)]
+
+    def _give_out(self) -> None:
+        """`sync` everybody: the log as one table, of which each takes a column."""
+        width = len(self._seqs)
+        table = array("i")
+        for row in self._log:
+            table += row[:width]
+            table += array("i", [UNKNOWN]) * (width - len(row))
+        for lane, (seq, since) in enumerate(zip(self._seqs, self._since, strict=True)):
+            if since < self._taken:
+                tokens = table[width * (since - self._logged) + lane :: width]
+                seq.tokens += tokens
+                seq.output += tokens
+                seq.written = self._offsets[lane] + self._taken
+        self._since = [max(since, self._taken) for since in self._since]
 
     def _now(self) -> Members:
         members = self._members

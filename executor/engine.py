@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from executor.budget import Pace
 from executor.memory import Fenced, MemoryClient
 from executor.news import News
-from executor.plan import Drawn, Plan
+from executor.plan import Draws, Plan
 from executor.proposal import Proposal
 from executor.scheduler import Scheduler
 from executor.server import Server
@@ -38,7 +39,7 @@ class Runner(Protocol):
     def prepare(self, plan: Plan) -> None:
         """The plan that probably runs next, while another thread is in `run`: tokens may be UNKNOWN."""
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
+    def run(self, plan: Plan) -> Draws:
         """Make the plan's copies, compute its rows, draw its tokens."""
 
 
@@ -107,6 +108,7 @@ class Engine:
             on_ready()
             while not self._stopped():
                 self.turn()
+            self._emit()  # what the last turn brought, before a step that still runs brings more
             if self._computing and self._signals == 1:
                 self._worker.wait(self._take_in, self._care, CARE_S)  # no step is left behind
         except Stopped:
@@ -118,8 +120,8 @@ class Engine:
             self._memory.close()
 
     def turn(self) -> None:
-        """One step: while the device computes plan k, send the tokens of k-1 and ask memd for k+1; then take
-        in k's tokens, settle k+1 and start it.
+        """One step: while the device computes plan k, send the tokens of k-1, ask memd for k+1 and settle it;
+        then take in k's tokens and start k+1, or start it first if nothing in them can change it.
 
         Between two steps there is only what the second one depends on: everything else makes the device wait.
         """
@@ -189,14 +191,14 @@ class Engine:
     def _start(self) -> None:
         self._worker.start(self._next())
 
-    def _next(self) -> Callable[[], Sequence[Drawn] | None]:
+    def _next(self) -> Callable[[], Draws | None]:
         """The plan at hand as work, to be started at once."""
         plan = self._plan
         self._computing = True
         self._started_at = self._asked_at = self._clock()
-        return lambda: self._compute(plan)
+        return partial(self._compute, plan)
 
-    def _compute(self, plan: Plan) -> Sequence[Drawn] | None:
+    def _compute(self, plan: Plan) -> Draws | None:
         """What a plan draws; None when the device lacked memory for it. A second time in a row, nothing is
         sure any more and the process ends."""
         try:
@@ -219,9 +221,9 @@ class Engine:
             following = scheduler.settle(proposal, granted)
             self._runner.prepare(following)
 
-        beside: Sequence[Drawn] | None = None  # drawn, and taken in while the next step runs
+        beside: Draws | None = None  # drawn, and taken in while the next step runs
 
-        def then(drawn: Sequence[Drawn] | None) -> Work | None:
+        def then(drawn: Draws | None) -> Work | None:
             nonlocal beside
             if (
                 following is not None
@@ -254,7 +256,7 @@ class Engine:
             self._plan = scheduler.settle(proposal, granted)
         self._settled(granted)
 
-    def _take_in(self, drawn: Sequence[Drawn] | None) -> None:
+    def _take_in(self, drawn: Draws | None) -> None:
         """What the plan at hand brought. If it was lost, that costs its largest request."""
         self._ended(lost=drawn is None)
         if drawn is None:

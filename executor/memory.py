@@ -116,6 +116,7 @@ class RemoteMemory:
         self._early: list[Reply] = []  # replies that came while a step was running
         self._renewed = 0.0  # when the last message that was answered went out
         self._waited = 0.0
+        self._patience = self.lease * 2 / 3  # seconds until it is not known what memd still holds
 
     @property
     def lease(self) -> float:
@@ -143,6 +144,7 @@ class RemoteMemory:
             match reply:
                 case Registered():
                     self._registered = reply
+                    self._patience = self.lease * 2 / 3
                     self._number = 0
                     self._renewed = sent_at
                     log.info(
@@ -185,7 +187,8 @@ class RemoteMemory:
     def hear(self, most_ms: int) -> Granted | None:
         if self._early or not self._dealer.poll(most_ms):
             return None
-        if (reply := next(self._replies(), None)) is None:
+        payload = self._dealer.take()
+        if payload is None or (reply := self._decoded(payload)) is None:
             return None
         try:
             granted = self._judge(reply)
@@ -214,7 +217,7 @@ class RemoteMemory:
         self._sent = self._send(self._payload)
 
     def stale(self) -> bool:
-        return self._clock() - self._renewed > self.lease * 2 / 3
+        return self._clock() - self._renewed > self._patience
 
     def close(self) -> None:
         if self._registered is not None:
@@ -298,10 +301,15 @@ class RemoteMemory:
     def _replies(self) -> Iterator[Reply]:
         """Lazily: to look for one more after the awaited one costs as much as the rest, for nothing."""
         for payload in self._dealer.receive():
-            try:
-                yield self._codec.decode_reply(payload)
-            except (msgspec.DecodeError, RecursionError) as error:
-                log.error("dropped a malformed message from memd: %s", error)
+            if (reply := self._decoded(payload)) is not None:
+                yield reply
+
+    def _decoded(self, payload: bytes) -> Reply | None:
+        try:
+            return self._codec.decode_reply(payload)
+        except (msgspec.DecodeError, RecursionError) as error:
+            log.error("dropped a malformed message from memd: %s", error)
+            return None
 
     def _send(self, payload: bytes) -> bool:
         try:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from executor.checks import warm_up_plans
 from executor.kv import block_bytes, copy_ids
 from executor.load import LoadedModel
 from executor.models.config import ModelConfig
-from executor.native_batch import Batch, Batches, Ints, address, room_for
+from executor.native_batch import Batch, Batches, Ints, address
 from executor.native_weights import NativeWeights, model_of
-from executor.plan import Drawn, Plan, Row
+from executor.plan import Drawn, Draws, Plan, Row
 from executor.quantize import Weights
 from executor.sampler import sample
 from kernels.cpu import native
@@ -89,8 +89,7 @@ class NativeKV:
         self.memory = native.huge(nbytes)  # [bytes]; pages come from the system as they are written
 
 
-@dataclass(slots=True)
-class _Ready:
+class _Ready(Struct):
     """A step that lacks nothing but its token ids."""
 
     plan: Plan
@@ -172,7 +171,7 @@ class NativeRunner:
         """
         self._ready = self._lay_out(plan)
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
+    def run(self, plan: Plan) -> Draws:
         """Run one step. Nothing has changed when it raises before the draws.
 
         Returns:
@@ -182,17 +181,18 @@ class NativeRunner:
             ValueError: a token, block or position is out of range, or a table is too short.
             MemoryError: there is none for so many tokens.
         """
-        if not plan.computes:
-            return []
         ready, self._ready = self._ready, None
         if ready is None or ready.plan is not plan:
+            if not plan.computes:
+                return []
             ready = self._lay_out(plan)
         batch = ready.batch
         self._step(ready)
-        if not batch:
+        if not batch.ends:
             return []
-        hosts = batch.hosts()
-        sampled = sample(ready.logits[: batch.logits], hosts) if hosts else ()
+        sampled: list[Drawn] = []
+        if batch.draws and (hosts := batch.hosts()):
+            sampled = sample(ready.logits[: batch.logits], hosts)
         return batch.drawn(ready.best, ready.picked, sampled)
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
@@ -229,8 +229,15 @@ class NativeRunner:
         copied = array("i")
         if plan.copies:
             copied = array("i", copy_ids(plan.copies, self.kv.num_blocks).ravel())
-        drawn = array("b", batch.packed)
-        best, picked = room_for(len(batch.ends)), room_for(len(batch.positions))
+        # Filled by the step, whatever is in them.
+        best, picked = batch.ends[:], batch.positions[:]
+        parts = (
+            batch.starts, batch.counts, batch.addresses, copied, batch.ends, batch.kept, best,
+            batch.packed, batch.positions, picked,
+        )  # fmt: skip
+        starts, counts, tables, pairs, ends, kept, likeliest, drawn, positions, tokens = [
+            part.buffer_info()[0] for part in parts
+        ]
         cosines, sines = self._angles_at
         step = native.step_of(
             tokens=batch.tokens,
@@ -239,23 +246,22 @@ class NativeRunner:
             copies=len(plan.copies),
             ids=0,
             ahead=batch.ahead,
-            starts=address(batch.starts),
-            counts=address(batch.counts),
-            tables=address(batch.addresses),
-            copied=address(copied),
-            sampled=address(batch.ends),
+            starts=starts,
+            counts=counts,
+            tables=tables,
+            copied=pairs,
+            sampled=ends,
             cosines=cosines,
             sines=sines,
-            kept=address(batch.kept),
+            kept=kept,
             logits=self._logits.data_ptr() if batch.logits else 0,
-            best=address(best),
-            draws=len(batch.positions),
-            drawn=address(drawn),
-            positions=address(batch.positions),
-            picked=address(picked),
+            best=likeliest,
+            draws=len(picked),
+            drawn=drawn,
+            positions=positions,
+            picked=tokens,
         )
-        owned = (copied, drawn, self._angles)
-        return _Ready(plan, batch, step, self._logits, best, picked, owned)
+        return _Ready(plan, batch, step, self._logits, best, picked, (copied, self._angles))
 
     def _turn(self, positions: int) -> None:
         """Have angles for so many positions."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from msgspec import Struct
 
 from executor.checks import check_range, check_span
-from executor.plan import UNKNOWN, Draw, Drawn, Lanes, Members, Results, Row
+from executor.plan import UNKNOWN, Draw, Drawn, Draws, Lanes, Members, Results, Row
 from executor.sampler import is_plain, stream
 from kernels.cpu import native
 from wire.memory import NULL_BLOCK
@@ -26,18 +25,12 @@ Ints: TypeAlias = "array[int]"  # of 32 bits, or of 64 for addresses
 GREEDY, PICKED, HOST = range(3)  # who makes a draw: the greatest logit, the step, the sampler
 
 
-def room_for(count: int) -> Ints:
-    """[count] of 32 bits, for the step to fill."""
-    return array("i", bytes(4 * count))
-
-
 def address(numbers: array[int] | array[float]) -> int:
     """Where its first number is; it must neither grow nor go away."""
     return numbers.buffer_info()[0]
 
 
-@dataclass(slots=True)
-class Table:
+class Table(Struct):
     """A block table in the step's form."""
 
     blocks: list[int]  # the row's own: tables are replaced, not changed
@@ -63,19 +56,15 @@ class Batch(Struct):
     ends: Ints = array("i")
     kept: Ints = array("i")
     logits: int = 0  # rows of them
-    packed: bytes = b""  # `native.DRAW` of each draw the step makes
+    packed: array[int] = array("b")  # `native.DRAW` of each draw the step makes
     positions: Ints = array("i")  # [those], of the tokens drawn
     draws: Sequence[tuple[int, int, Draw]] = ()  # of other rows: who draws, from which of `ends`
-
-    def __bool__(self) -> bool:
-        """Whether anything is drawn."""
-        return bool(self.lanes or self.draws)
 
     def hosts(self) -> list[tuple[int, Draw]]:
         """Draws from logits that must be edited or told of, with their rows of logits."""
         return [(self.kept[index], draw) for maker, index, draw in self.draws if maker == HOST]
 
-    def drawn(self, best: Ints, picked: Ints, sampled: Sequence[Drawn]) -> Sequence[Drawn]:
+    def drawn(self, best: Ints, picked: Ints, sampled: list[Drawn]) -> Draws:
         """Results in the order of the draws.
 
         Args:
@@ -108,9 +97,10 @@ class _Known(Struct):
 
     members: Members
     version: int  # of `Tables`
-    tables: tuple[Table, ...]
+    tables: list[Table]
     addresses: Ints
-    ends_at: list[int]  # [lanes] steps before which there is room
+    base: int  # the step that starts and positions are of; all below counts steps from there
+    ends_at: Ints  # [lanes] steps before which there is room
     first: int  # before this step, somebody's position is negative
     until: int  # there is room for all before this step
     farthest: int  # greatest offset
@@ -120,7 +110,7 @@ class _Known(Struct):
     ends: Ints
     kept: Ints
     positions: Ints
-    packed: bytes  # `native.DRAW` of each draw that the step makes
+    packed: array[int]  # `native.DRAW` of each draw that the step makes
 
 
 class Batches:
@@ -153,19 +143,22 @@ class Batches:
         Raises:
             ValueError: one is out of range.
         """
-        ids = array("i", [token for row in rows for token in row.tokens])
+        ids = array("i")
         if lanes is not None:
-            ids = (lanes.tokens or array("i", [UNKNOWN]) * len(lanes)) + ids
+            ids = lanes.tokens or array("i", [UNKNOWN]) * len(lanes)
+        if rows:
+            ids = ids + array("i", [token for row in rows for token in row.tokens])
         if ids and (min(ids) < 0 or max(ids) >= self._vocab):
             check_range("token", np.array(ids), 0, self._vocab)
         return ids
 
     def _of_lanes(self, lanes: Lanes) -> Batch:
-        known, step = self._known, lanes.step
+        known = self._known
         if known is None or known.members is not lanes.members:
             known = self._known = self._know(lanes)
         elif known.version != lanes.tables.version:
             self._change(known, lanes)
+        step = lanes.step - known.base
         if not known.first <= step < known.until:
             for row in lanes.rows():
                 check_span(row, len(row.blocks), self._block_size, self._context)
@@ -177,7 +170,7 @@ class Batches:
             known.starts,
             known.counts,
             known.addresses,
-            known.tables,
+            (known.tables,),
             known.farthest + step + 1,
             known.ends,
             known.kept,
@@ -228,7 +221,8 @@ class Batches:
         for name, blocks in zip(members.names, shown, strict=True):
             table = made.get(name) or self._tables.get(name)
             tables.append(table if table and table.blocks is blocks else self._table(blocks))
-        offsets = members.offsets
+        base = lanes.step
+        offsets = [offset + base for offset in members.offsets]
         makers = [_maker(sampling) for sampling in members.samplings]
         picks = [place for place, maker in enumerate(makers) if maker == PICKED]
         kept = array("i", [-1] * len(makers))
@@ -238,14 +232,16 @@ class Batches:
             _packed(row, members.samplings[place], members.choices[place])
             for row, place in enumerate(picks)
         ]
-        ends_at = [
-            self._room(blocks) - offset for blocks, offset in zip(shown, offsets, strict=True)
-        ]
+        ends_at = array(
+            "i",
+            [self._room(blocks) - offset for blocks, offset in zip(shown, offsets, strict=True)],
+        )
         return _Known(
             members=members,
             version=lanes.tables.version,
-            tables=tuple(tables),
+            tables=tables,
             addresses=array("Q", [table.address for table in tables]),
+            base=base,
             ends_at=ends_at,
             first=-min(offsets),
             until=min(ends_at),
@@ -256,24 +252,24 @@ class Batches:
             ends=array("i", range(len(makers))),
             kept=kept,
             positions=array("i", [offsets[place] + 1 for place in picks]),
-            packed=b"".join(packed),
+            packed=array("b", b"".join(packed)),
         )
 
     def _change(self, known: _Known, lanes: Lanes) -> None:
         """Some tables are other ones."""
-        shown, offsets, ends_at = lanes.tables, lanes.members.offsets, known.ends_at
+        shown, offsets, ends_at = lanes.tables, known.starts, known.ends_at
         changed: Sequence[int] = shown.changed
         if shown.version != known.version + 1:
             changed = range(len(offsets))
         known.addresses = addresses = known.addresses[:]
-        tables = list(known.tables)
+        known.tables = tables = known.tables[:]
         for place in changed:
             blocks = shown.blocks[place]
             if tables[place].blocks is not blocks:
                 tables[place] = table = self._table(blocks)
                 addresses[place] = table.address
                 ends_at[place] = self._room(blocks) - offsets[place]
-        known.tables, known.version, known.until = tuple(tables), shown.version, min(ends_at)
+        known.version, known.until = shown.version, min(ends_at)
 
     def _room(self, blocks: list[int]) -> int:
         """Positions it has."""
@@ -283,7 +279,7 @@ class Batches:
         if min(blocks) <= NULL_BLOCK or max(blocks) >= self._num_blocks:
             check_range("block", np.array(blocks), NULL_BLOCK + 1, self._num_blocks)
         ids = array("i", blocks)
-        return Table(blocks, ids, address(ids))
+        return Table(blocks, ids, ids.buffer_info()[0])
 
 
 class _Draws:
@@ -316,7 +312,7 @@ class _Draws:
         """All there were."""
         batch = self._batch
         batch.logits = self._logits
-        batch.packed = batch.packed + b"".join(self._packed)
+        batch.packed = batch.packed + array("b", b"".join(self._packed))
         batch.positions = batch.positions + array("i", self._positions)
         batch.draws = self._draws
 

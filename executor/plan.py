@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias, overload
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -121,7 +121,7 @@ class Plan(Struct, frozen=True, gc=False):
     @property
     def computes(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.others or self.copies or self.lanes)
+        return bool(self.others or self.copies) or self.lanes is not None
 
     @property
     def tokens(self) -> int:
@@ -142,36 +142,28 @@ class Drawn(Struct, frozen=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), best first
 
 
-class Results(Sequence[Drawn]):
+class Results(Struct, frozen=True, gc=False):
     """What a plan drew, with the tokens of its lanes in a column: most of it is not looked at one by one."""
 
-    __slots__ = ("lanes", "others", "tokens")
-
-    def __init__(self, lanes: Sequence[int], tokens: Ids, others: list[Drawn]) -> None:
-        """
-        Args:
-            lanes: their sequences.
-            tokens: of lanes.
-            others: of all other draws.
-        """
-        self.lanes, self.tokens, self.others = lanes, tokens, others
-
-    def __len__(self) -> int:
-        return len(self.tokens) + len(self.others)
+    lanes: Sequence[int]  # their sequences
+    tokens: Ids  # of lanes
+    others: list[Drawn]  # of all other draws
 
     def __iter__(self) -> Iterator[Drawn]:
         yield from map(Drawn, self.lanes, self.tokens)
         yield from self.others
 
-    @overload
-    def __getitem__(self, place: int) -> Drawn: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Drawn]: ...
-    def __getitem__(self, place: int | slice) -> Drawn | list[Drawn]:
+    def __len__(self) -> int:
+        return len(self.tokens) + len(self.others)
+
+    def __getitem__(self, place: int) -> Drawn:
         return list(self)[place]
 
 
-def of_lanes(drawn: Sequence[Drawn], count: int) -> tuple[Ids, list[Drawn]]:
+Draws: TypeAlias = list[Drawn] | Results
+
+
+def of_lanes(drawn: Draws, count: int) -> tuple[Ids, list[Drawn]]:
     """The tokens of so many lanes, and all other draws."""
     if isinstance(drawn, Results):
         return drawn.tokens, drawn.others

@@ -21,6 +21,7 @@ class Queue:
         self._bounds = bounds
         self._groups: list[Group] = []
         self.tokens = 0  # of their prompts
+        self.sequences = 0
         self._refused: tuple[Group, int] | None = (
             None  # who, and blocks available when to ask again
         )
@@ -58,10 +59,12 @@ class Queue:
     def add(self, group: Group) -> None:
         insort(self._groups, group, key=lambda g: g.order)
         self.tokens += len(group.prompt)
+        self.sequences += len(group.live)
 
     def remove(self, group: Group) -> None:
         self._groups.remove(group)
         self.tokens -= len(group.prompt)
+        self.sequences -= len(group.live)
 
     def overdue(self, now: float) -> list[Group]:
         """Those whose deadline has passed before they ever started."""

@@ -12,6 +12,10 @@ or, while plan k still runs and `may_settle` says that nobody has to make room,
     deltas = update(plan k, ...)
     plan k+1 = complete(plan k+1)      the tokens are put in
 
+or, where `goes_on` says that they change nothing else and has put them in, plan k+1 may run before
+
+    deltas = go_on(plan k, ...)
+
 `propose` needs no token ids: it works from what *will* be true when plan k has run, where a sequence that
 draws has one more token whose value is not known. Whoever finishes, fails or is aborted in between simply has
 no row in plan k+1, and its blocks go back with the message after that.
@@ -26,7 +30,6 @@ from __future__ import annotations
 
 import struct
 from bisect import insort
-from collections import abc
 from dataclasses import dataclass
 
 from executor import preempt, tables
@@ -34,7 +37,7 @@ from executor.accept import Bounds, accept, blocks_needed
 from executor.budget import cut
 from executor.decoding import Decoding
 from executor.news import News
-from executor.plan import Drawn, Ids, Lanes, Plan, Row, of_lanes
+from executor.plan import Drawn, Draws, Ids, Lanes, Plan, Row, of_lanes
 from executor.proposal import Proposal, Wants
 from executor.queue import Habits, Queue
 from executor.request import Group, Sequence, State
@@ -149,7 +152,7 @@ class Scheduler:
 
     @property
     def sequences_running(self) -> int:
-        return sum(len(group.live) for group in self.running)
+        return len(self._sequences) - self.waiting.sequences
 
     def catch_up(self) -> None:
         """Bring the tokens and counters of all running sequences up to date, for who looks at them from
@@ -174,7 +177,7 @@ class Scheduler:
             self._propose_waiting(proposal, available - len(wants.appends))
         return proposal
 
-    def update(self, plan: Plan, drawn: abc.Sequence[Drawn]) -> News:
+    def update(self, plan: Plan, drawn: Draws) -> News:
         """Take in what a plan computed: tokens, and who is finished.
 
         Args:
@@ -194,7 +197,7 @@ class Scheduler:
         self.counters.generated_tokens += news.count
         return news
 
-    def goes_on(self, plan: Plan, following: Plan, drawn: abc.Sequence[Drawn]) -> bool:
+    def goes_on(self, plan: Plan, following: Plan, drawn: Draws) -> bool:
         """Whether the plan settled before `update` is right as it is: all decode, as in the one before, and
         nobody ended. Then its tokens are put in, and `go_on` may come while it runs.
 
@@ -202,14 +205,9 @@ class Scheduler:
             plan: whose draws these are.
         """
         lanes, decoding = following.lanes, self._decoding
-        if (
-            lanes is None
-            or plan.lanes is None
-            or plan.others
-            or following.others
-            or plan.lanes.members is not lanes.members
-            or not decoding.same(lanes)
-        ):
+        if plan.others or following.others or lanes is None or plan.lanes is None:
+            return False
+        if not decoding.same(lanes) or not decoding.same(plan.lanes):
             return False
         tokens, _ = of_lanes(drawn, len(lanes))
         if min(tokens) < 0 or decoding.may_end(tokens):
@@ -217,7 +215,7 @@ class Scheduler:
         lanes.tokens.extend(tokens)
         return True
 
-    def go_on(self, plan: Plan, drawn: abc.Sequence[Drawn]) -> News:
+    def go_on(self, plan: Plan, drawn: Draws) -> News:
         """`update` and `complete` where `goes_on` was true: nobody comes or goes."""
         lanes, news = plan.lanes, News()
         if lanes is not None:
@@ -358,15 +356,16 @@ class Scheduler:
 
     def _look_after(self, seq: Sequence, proposal: Proposal) -> None:
         """What a sequence in a lane asks of memd in the next step."""
-        decoding = self._decoding
-        end = decoding.position(seq) + 1
-        grows = end > seq.room
-        if grows or seq.untold(self.bounds.block_size):
+        decoding, size = self._decoding, self.bounds.block_size
+        if soon := seq.untold(size):
             decoding.sync(seq)
             self._commit(seq, proposal)
-        if grows:
+            soon = seq.untold(size)
+        end = decoding.position(seq) + 1
+        if end > seq.room:
+            self._commit(seq, proposal)  # of what it has been given of its tokens
             proposal.grow(seq, end)
-        decoding.plan_ahead(seq)
+        decoding.plan_ahead(seq, soon=soon)
 
     def _leave(self, seq: Sequence) -> None:
         """From its lane; its group goes on."""
@@ -457,7 +456,7 @@ class Scheduler:
             if (seq := sequences.get(result.seq)) is not None:
                 news.add(seq.group.peer, self._take(seq, result))
 
-    def _fail_what_is_no_number(self, drawn: abc.Sequence[Drawn]) -> None:
+    def _fail_what_is_no_number(self, drawn: Draws) -> None:
         for result in drawn:
             if result.token < 0 and (seq := self._sequences.get(result.seq)) is not None:
                 # Its KV of this step is suspect too, so it is freed without a commit of it.

@@ -106,16 +106,21 @@ class Server:
 
     def emit(self, news: News, failed: list[tuple[bytes, Failed]]) -> None:
         """Send what a step brought, one message per gateway."""
+        if not news.deltas and not failed:
+            for peer, tokens in news.tokens:
+                if peer in self._sessions:
+                    self._send(peer, self._codec.encode(Events(tokens=tokens)))
+            return
         events: dict[bytes, tuple[list[Delta], list[Failed]]] = {}
         for peer, delta in news.deltas:
             events.setdefault(peer, ([], []))[0].append(delta)
         for peer, failure in failed:
             events.setdefault(peer, ([], []))[1].append(failure)
-        tokens = dict(news.tokens)
-        for peer in events.keys() | tokens.keys():
+        columns = dict(news.tokens)
+        for peer in events.keys() | columns.keys():
             if peer in self._sessions:
                 parts = events.get(peer, ([], []))
-                self._send(peer, self._codec.encode(Events(*parts, tokens.get(peer, NO_TOKENS))))
+                self._send(peer, self._codec.encode(Events(*parts, columns.get(peer, NO_TOKENS))))
 
     def send_status(self) -> None:
         """Tell all gateways how things are, now."""

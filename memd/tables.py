@@ -90,9 +90,7 @@ def _seal(pool: Pool, table: Table, full: int, sent: bytes, changes: list[Change
         if node is None:
             break
         if len(sent) == width and len(known) == (i + 1) * width:
-            tokens = (
-                sent  # a decoding sequence's usual commit is exactly one block: spare the copies
-            )
+            tokens = sent  # a commit of exactly one block: spare the copies
         else:
             tokens = bytes(known[i * width : (i + 1) * width])
         block = blocks[i]

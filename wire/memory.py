@@ -2,7 +2,7 @@
 
 One `Step` per engine step carries everything for all sequences together, and one reply answers it.
 Only what changes travels: a sequence that stays inside its last block is not named at all, and token
-ids go over when a block fills. memd handles the parts of a step in this order, whatever their order in
+ids go over when blocks have filled. memd handles the parts of a step in this order, whatever their order in
 the engine: commits, frees, forks, appends, admits.
 
 A step is a promise about time: memd may be asked for step k+1 while the device still computes step k.

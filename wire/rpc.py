@@ -247,14 +247,19 @@ class Dealer(_Socket):
         self._watch_raw()
         self.raw.connect(self._endpoint)
 
+    def take(self) -> bytes | None:
+        """The next payload, if one has arrived: `receive` for one who waits for just one."""
+        try:
+            return self.raw.recv(_NOW)
+        except zmq.Again:
+            self.empty = True
+            return None
+
     def receive(self, most: int = 1024) -> Iterator[bytes]:
         """Yield up to `most` waiting payloads. Peers send messages of one part; were there more, each would
         be a payload of its own."""
         for _ in range(most):
-            try:
-                payload = self.raw.recv(_NOW)
-            except zmq.Again:
-                self.empty = True
+            if (payload := self.take()) is None:
                 return
             self.empty = False
             yield payload

@@ -24,7 +24,7 @@ from bench.paper.workload import LONGEST, Request
 from executor.accept import Bounds
 from executor.engine import Engine, Runner
 from executor.news import News
-from executor.plan import Drawn, Plan
+from executor.plan import Draws, Plan
 from executor.scheduler import Scheduler
 from executor.server import Server
 from executor.worker import Then, Work, Worker
@@ -240,7 +240,7 @@ class Watch:
     def prepare(self, plan: Plan) -> None:
         self._runner.prepare(plan)
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
+    def run(self, plan: Plan) -> Draws:
         now, outcome, running = self._clock(), self._outcome, self._scheduler.running
         counted = self._warm <= now <= self._until
         if counted and running:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from executor.load import LoadedModel, load_model
-from executor.plan import Draw, Drawn, Plan, Row
+from executor.plan import Draw, Draws, Plan, Row
 from executor.runner import Runner
 from wire.sampling import Sampling
 
@@ -92,7 +92,7 @@ class Blocks:
 class Runs(Protocol):
     """What computes plans."""
 
-    def run(self, plan: Plan) -> Sequence[Drawn]: ...
+    def run(self, plan: Plan) -> Draws: ...
 
 
 def greedy(

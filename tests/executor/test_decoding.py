@@ -270,7 +270,10 @@ def test_what_was_written_in_lanes_is_there_for_others(block_size: int) -> None:
         driver.submit(number + 20, prompt + oracle(prompt, 0, 90 + number), 2)
     driver.run()
     for number in prompts:
-        assert driver.cached[number + 10] == min(52, 53 // block_size * block_size)
+        # What is generated is told late: with a block after 32 steps were looked through.
+        late = driver.cached[number + 10]
+        assert late % block_size == 0
+        assert 53 - 32 - 2 * block_size < late <= 52
         written = 3 + 90 + number - 1
         assert driver.cached[number + 20] == written // block_size * block_size
 

@@ -685,9 +685,24 @@ def test_what_a_batch_of_lanes_points_to_stays_with_it_whoever_is_laid_out_next(
     steps = 2, 1, 3, 4, 6
     held = [batches.of([], lanes(step, shown[step], [1] if step == 4 else [])) for step in steps]
     for batch, step in zip(held, steps, strict=True):
-        tables = batch.held
-        assert [table.address for table in tables] == list(batch.addresses)  # type: ignore[attr-defined]
-        assert [list(table.ids) for table in tables] == shown[step]  # type: ignore[attr-defined]
+        (tables,) = batch.held
+        assert isinstance(tables, list)
+        assert [table.address for table in tables] == list(batch.addresses)
+        assert [list(table.ids) for table in tables] == shown[step]
+
+
+def test_steps_may_be_more_than_32_bits_count() -> None:
+    batches, far = Batches(4, 64, 512, 260), 2**31 - 2
+    who = members([GREEDY, HOT], offsets=[20 - far, 21 - far])
+    blocks = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14]]
+    for step in range(far, far + 6):
+        blocks = [blocks[0], [*blocks[1]]]
+        rows = [Row(9, 3, [1], [20], (draw(9, 4, HOT),))]
+        batch = batches.of(rows, Lanes(who, step, Tables(step, blocks, [1]), ids([])))
+        at = step - far
+        assert [start + batch.ahead for start in batch.starts] == [20 + at, 21 + at, 3]
+        assert [place + batch.ahead for place in batch.positions] == [22 + at, 4]
+        assert batch.longest == 22 + at
 
 
 def test_a_plan_prepared_while_another_is_laid_out_takes_nothing_from_it(

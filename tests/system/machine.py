@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +11,7 @@ import torch
 from executor.accept import Bounds
 from executor.load import LoadedModel
 from executor.native import NativeRunner
-from executor.plan import Drawn, Plan
+from executor.plan import Draws, Plan
 from executor.request import pack
 from executor.runner import Runner
 from executor.scheduler import Scheduler
@@ -36,7 +35,7 @@ class Text:
 class Runs(Protocol):
     """What computes plans."""
 
-    def run(self, plan: Plan) -> Sequence[Drawn]: ...
+    def run(self, plan: Plan) -> Draws: ...
 
 
 class Machine:
