@@ -7,7 +7,6 @@ and the same kernels on memd's block tables, so whatever differs comes from the 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
@@ -219,7 +218,7 @@ class Contiguous(Paged):
             Refusal(admit.seq, Code.NO_BLOCKS if index == 0 else Code.BEHIND, 1, 0)
             for index, admit in enumerate(wants.admits[entering:])
         ]
-        granted = self._step(dataclasses.replace(wants, admits=wants.admits[:entering]))
+        granted = self._step(msgspec.structs.replace(wants, admits=wants.admits[:entering]))
         # The scheduler asks again for the first in the queue once more blocks are free than when it was
         # refused. Here that must be: once a region has been given back.
         usage = granted.usage

@@ -14,7 +14,7 @@ from bench.load.client import ServerProblem
 
 SEEN = """
  12.000000:     7f21 _PyEval_EvalFrameDefault+0x1 (/usr/lib/libpython3.11.so.1.0)
- 12.500000:     7f22 (anonymous namespace)::product<(anonymous namespace)::Bf16, 6> (/home/me/step-avx2.so)
+ 12.500000:     7f22 (anonymous namespace)::product<(anonymous namespace)::Bf16, 6> (/usr/lib/step-avx2.so)
  13.000000:     7f23 [unknown] (/usr/lib/python3/zmq/_zmq.cpython-311-x86_64-linux-gnu.so)
  13.250000:     7f24 list_dealloc (/usr/bin/python3.12)
  14.000000: ffffffff clear_page_erms ([kernel.kallsyms])
