@@ -184,10 +184,7 @@ class Decoding:
         if soon or wait < 1:
             wait = 1
         self._due[lane] = when = self._granted + wait
-        if (others := self._calendar.get(when)) is None:
-            self._calendar[when] = [seq]
-        else:
-            others.append(seq)
+        self._calendar.setdefault(when, []).append(seq)
 
     def moved(self, seq: Sequence) -> None:
         """It has another block table."""

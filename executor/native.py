@@ -15,7 +15,7 @@ from executor.checks import warm_up_plans
 from executor.kv import block_bytes, copy_ids
 from executor.load import LoadedModel
 from executor.models.config import ModelConfig
-from executor.native_batch import Batch, Batches, Ints, address
+from executor.native_batch import Batch, Batches, Ints
 from executor.native_weights import NativeWeights, model_of
 from executor.plan import Drawn, Draws, Plan, Row
 from executor.quantize import Weights
@@ -272,7 +272,7 @@ class NativeRunner:
     def _step(self, ready: _Ready) -> None:
         """Put in the tokens, and go."""
         ids = self._batches.ids(ready.plan.others, ready.plan.lanes)
-        ready.step[native.IDS] = address(ids)
+        ready.step[native.IDS] = ids.buffer_info()[0]
         self._engine.run(ready.step)
 
 

@@ -25,11 +25,6 @@ Ints: TypeAlias = "array[int]"  # of 32 bits, or of 64 for addresses
 GREEDY, PICKED, HOST = range(3)  # who makes a draw: the greatest logit, the step, the sampler
 
 
-def address(numbers: array[int] | array[float]) -> int:
-    """Where its first number is; it must neither grow nor go away."""
-    return numbers.buffer_info()[0]
-
-
 class Table(Struct):
     """A block table in the step's form."""
 

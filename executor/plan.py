@@ -167,4 +167,4 @@ def of_lanes(drawn: Draws, count: int) -> tuple[Ids, list[Drawn]]:
     """The tokens of so many lanes, and all other draws."""
     if isinstance(drawn, Results):
         return drawn.tokens, drawn.others
-    return array("i", [one.token for one in drawn[:count]]), list(drawn[count:])
+    return array("i", [one.token for one in drawn[:count]]), drawn[count:]

@@ -250,10 +250,12 @@ class Dealer(_Socket):
     def take(self) -> bytes | None:
         """The next payload, if one has arrived: `receive` for one who waits for just one."""
         try:
-            return self.raw.recv(_NOW)
+            payload = self.raw.recv(_NOW)
         except zmq.Again:
             self.empty = True
             return None
+        self.empty = False
+        return payload
 
     def receive(self, most: int = 1024) -> Iterator[bytes]:
         """Yield up to `most` waiting payloads. Peers send messages of one part; were there more, each would
@@ -261,7 +263,6 @@ class Dealer(_Socket):
         for _ in range(most):
             if (payload := self.take()) is None:
                 return
-            self.empty = False
             yield payload
             if not self.more():
                 return
